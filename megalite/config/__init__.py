@@ -1,0 +1,1 @@
+"""Configuration: dataclasses, flags made from them, presets, checks. Imports neither torch nor numpy."""

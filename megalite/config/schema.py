@@ -1,0 +1,400 @@
+"""The single description of a run, as plain dataclasses.
+
+The command-line flags are generated from these fields (`flags.py`), a checkpoint stores them as JSON, and every
+component is built from them. A field `hidden_size` is the flag `--hidden-size`, as in Megatron-LM; where the flag's
+spelling differs the field says so in its metadata. Imports neither torch nor numpy, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    name: str | None = None,
+    aliases: tuple[str, ...] = (),
+    choices: tuple[Any, ...] | None = None,
+    planned: str | None = None,
+) -> Any:
+    """A dataclass field that becomes a command-line flag.
+
+    `name`: the flag, where it isn't the field's name; for a boolean that is on by default it is the flag that turns
+    it off. `aliases`: other accepted spellings. `planned`: the feature isn't built yet; its name. Any value but the
+    default is then refused by `config.check.not_built`.
+    """
+    metadata = {"help": help, "name": name, "aliases": aliases, "choices": choices, "planned": planned}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelConfig:
+    """The network. Everything that decides its parameters and its function."""
+
+    preset: str | None = flag(None, "named model size that fills the network flags not given, e.g. gpt2-345m, llama-7b")
+    num_layers: int | None = flag(None, "transformer layers", aliases=("--decoder-num-layers",))
+    hidden_size: int | None = flag(None, "width of the residual stream")
+    ffn_hidden_size: int | None = flag(
+        None, "width inside the MLP; default 4 x hidden, with --swiglu two thirds of that in multiples of 64"
+    )
+    num_attention_heads: int | None = flag(None, "query heads")
+    kv_channels: int | None = flag(None, "width of one head; default hidden / heads")
+    group_query_attention: bool = flag(False, "share keys and values between groups of query heads")
+    num_query_groups: int = flag(1, "key/value heads, with --group-query-attention")
+    max_position_embeddings: int | None = flag(None, "rows of the learned position table; the longest sequence")
+    position_embedding_type: str = flag(
+        "learned_absolute", "how positions enter", choices=("learned_absolute", "rope", "none")
+    )
+    rotary_base: float = flag(10000, "base of the rotary frequencies")
+    rotary_percent: float = flag(1.0, "share of each head's width that is rotated")
+    rotary_interleaved: bool = flag(False, "rotate neighbouring pairs (GPT-J, GLM) instead of halves")
+    use_rope_scaling: bool = flag(False, "scale rotary frequencies as Llama 3.1 does")
+    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+    rotary_seq_len_interpolation_factor: int | None = flag(
+        None, "divide positions by this before rotating (linear position interpolation)"
+    )
+    normalization: str = flag("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = flag(1e-5, "added to the variance in a norm")
+    apply_layernorm_1p: bool = flag(False, "store norm weights minus one, so that weight decay pulls them to one")
+    swiglu: bool = flag(False, "gated SiLU in the MLP")
+    squared_relu: bool = flag(False, "squared ReLU in the MLP")
+    openai_gelu: bool = flag(False, "the tanh approximation of GELU in the MLP")
+    add_bias_linear: bool = flag(True, "leave out the biases of the linear layers", name="--disable-bias-linear")
+    add_qkv_bias: bool = flag(False, "biases in the QKV projection even with --disable-bias-linear")
+    qk_layernorm: bool = flag(False, "normalise queries and keys per head")
+    untie_embeddings_and_output_weights: bool = flag(False, "an output layer of its own instead of the embedding table")
+    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary's rows in memory to a multiple of this x TP")
+    window_size: str | None = flag(
+        None, "sliding attention window as LEFT,RIGHT: tokens visible before and after; -1: no bound"
+    )
+    attention_backend: str = flag(
+        "auto",
+        "attention kernel: auto, flash and fused through scaled_dot_product_attention, unfused and local: plain matmuls",
+        choices=("auto", "flash", "fused", "unfused", "local"),
+    )
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
+    hidden_dropout: float = flag(0.1, "dropout on embeddings and on each sublayer's output")
+    attention_dropout: float = flag(0.1, "dropout on attention weights")
+    attention_softmax_in_fp32: bool = flag(False, "accepted: the softmax always runs in the wide dtype")
+    label_smoothing: float = flag(0.0, "share of the target's weight spread evenly over the vocabulary in training")
+
+
+@dataclass
+class LayoutConfig:
+    """How the work is cut over processes."""
+
+    tensor_model_parallel_size: int = flag(1, "ranks that share every layer's matrices", planned="tensor parallelism")
+    pipeline_model_parallel_size: int = flag(1, "stages that share the layers", planned="pipeline parallelism")
+    context_parallel_size: int = flag(1, "ranks that share every sequence", planned="context parallelism")
+    expert_model_parallel_size: int = flag(1, "ranks that share the experts", planned="expert parallelism")
+    sequence_parallel: bool = flag(
+        False, "cut activations between blocks along the sequence over the TP ranks", planned="sequence parallelism"
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "layers in one model chunk of the interleaved schedule", planned="interleaved pipeline"
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "model chunks per pipeline rank", planned="interleaved pipeline"
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        None, "microbatches run on one chunk before the next chunk's turn", planned="interleaved pipeline"
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "layers on the first stage", planned="uneven pipeline stages"
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "layers on the last stage", planned="uneven pipeline stages"
+    )
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, "count the embedding as a layer when cutting stages", planned="uneven pipeline stages"
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, "count the output layer as a layer when cutting stages", planned="uneven pipeline stages"
+    )
+    pipeline_schedule: str = flag(
+        "auto",
+        "order of a pipeline's work; auto: interleaved where virtual stages are asked for, else 1f1b",
+        choices=("auto", "gpipe", "1f1b", "interleaved", "zb-h1"),
+    )
+    distributed_backend: str | None = flag(
+        None, "communication library; default nccl on CUDA, gloo on CPU", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: float = flag(10, "a collective that takes longer fails the run")
+    use_distributed_optimizer: bool = flag(
+        False, "shard the optimizer's state over data-parallel ranks", planned="ZeRO sharding"
+    )
+    data_parallel_sharding_strategy: str | None = flag(
+        None,
+        "what data-parallel ranks shard; default no_shard, or optim with --use-distributed-optimizer",
+        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        planned="ZeRO sharding",
+    )
+    overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward runs", planned="overlapped reduction")
+    overlap_param_gather: bool = flag(False, "gather parameters while the forward runs", planned="overlapped gather")
+    ddp_bucket_size: int | None = flag(None, "parameters in one bucket of gradients", planned="gradient buckets")
+    device: str = flag("auto", "where to run; auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    threads_per_rank: int | None = flag(None, "CPU threads of each process; default: cores / processes on this machine")
+
+
+@dataclass
+class OptimizerConfig:
+    """The optimizer and regularisation of its update."""
+
+    optimizer: str = flag("adam", "adam (decoupled weight decay, i.e. AdamW) or sgd", choices=("adam", "sgd"))
+    weight_decay: float = flag(0.01, "decoupled weight decay")
+    start_weight_decay: float | None = flag(None, "weight decay at the first step, where it changes")
+    end_weight_decay: float | None = flag(None, "weight decay at the last step, where it changes")
+    weight_decay_incr_style: str = flag(
+        "constant", "how weight decay goes from start to end", choices=("constant", "linear", "cosine")
+    )
+    clip_grad: float = flag(1.0, "largest global gradient norm; 0: no clipping")
+    adam_beta1: float = flag(0.9, "decay of Adam's first moment")
+    adam_beta2: float = flag(0.999, "decay of Adam's second moment")
+    adam_eps: float = flag(1e-8, "added to the denominator of Adam")
+    sgd_momentum: float = flag(0.9, "momentum of SGD")
+    optimizer_cpu_offload: bool = flag(False, "keep the optimizer's state on the host", planned="CPU offload")
+    optimizer_offload_fraction: float = flag(1.0, "share of the state kept on the host", planned="CPU offload")
+
+
+@dataclass
+class LearningRateConfig:
+    """The learning rate as a function of consumed samples."""
+
+    lr: float | None = flag(None, "largest learning rate")
+    min_lr: float = flag(0.0, "smallest learning rate after warm-up")
+    lr_decay_style: str = flag(
+        "linear",
+        "shape of the decay",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    lr_decay_iters: int | None = flag(None, "iterations to decay over; default --train-iters")
+    lr_decay_samples: int | None = flag(None, "samples to decay over; default --train-samples")
+    lr_wsd_decay_style: str = flag(
+        "exponential", "shape of WSD's last phase", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "iterations of WSD's last phase")
+    lr_wsd_decay_samples: int | None = flag(None, "samples of WSD's last phase")
+    lr_warmup_iters: int = flag(0, "iterations of linear warm-up")
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up")
+    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay's length")
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up")
+    decoupled_lr: float | None = flag(None, "a learning rate of its own for the embedding and the output layer")
+    decoupled_min_lr: float | None = flag(None, "its smallest value")
+    override_opt_param_scheduler: bool = flag(
+        False,
+        "on resume, the command line's schedule replaces the checkpoint's without a word",
+        name="--override-opt_param-scheduler",
+        aliases=("--override-opt-param-scheduler",),
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False,
+        "on resume, the checkpoint's schedule replaces the command line's",
+        name="--use-checkpoint-opt_param-scheduler",
+        aliases=("--use-checkpoint-opt-param-scheduler",),
+    )
+
+
+@dataclass
+class TrainingConfig:
+    """Batches, length and control of the loop."""
+
+    micro_batch_size: int | None = flag(None, "sequences in one forward of one data-parallel rank")
+    global_batch_size: int | None = flag(None, "sequences per step; default micro batch x data-parallel size")
+    rampup_batch_size: list[int] | None = flag(None, "START INCREMENT SAMPLES: grow the global batch over SAMPLES")
+    train_iters: int | None = flag(None, "steps to train")
+    train_samples: int | None = flag(None, "sequences to train, instead of --train-iters")
+    exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of this")
+    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes")
+    exit_signal_handler: bool = flag(False, "on SIGTERM or SIGINT finish the step, save and exit 0")
+    seed: int = flag(1234, "of initialisation, data order and dropout")
+    recompute_activations: bool = flag(
+        False, "short for --recompute-granularity selective", planned="activation recompute"
+    )
+    recompute_granularity: str | None = flag(
+        None, "what to recompute in the backward", choices=("full", "selective"), planned="activation recompute"
+    )
+    recompute_method: str | None = flag(
+        None, "which layers recompute fully", choices=("uniform", "block"), planned="activation recompute"
+    )
+    recompute_num_layers: int | None = flag(
+        None, "layers per unit (uniform) or per stage (block)", planned="activation recompute"
+    )
+    recompute_modules: list[str] | None = flag(
+        None, "modules that selective recompute covers", planned="activation recompute"
+    )
+    deterministic_mode: bool = flag(False, "only deterministic kernels (the CPU needs no asking)")
+    calculate_per_token_loss: bool = flag(False, "accepted: the loss is always the mean over all tokens of the batch")
+    nan_action: str | None = flag(
+        None,
+        "on a loss or gradient norm that isn't finite: stop, or skip the step on all ranks; default stop, skip with --fp16",
+        choices=("stop", "skip"),
+    )
+    compile: bool = flag(False, "torch.compile each transformer layer; needs a C++ compiler")
+    dump_grads: str | None = flag(None, "folder for every parameter's full gradient at this process's first step")
+
+
+@dataclass
+class PrecisionConfig:
+    """Number formats."""
+
+    bf16: bool = flag(False, "bfloat16 parameters and activations, fp32 main parameters")
+    fp16: bool = flag(False, "float16 parameters and activations, fp32 main parameters, loss scaling")
+    fp64: bool = flag(False, "everything in float64: the proof mode")
+    loss_scale: float | None = flag(None, "a fixed loss scale for --fp16 instead of the dynamic one")
+    initial_loss_scale: float = flag(4294967296, "where the dynamic loss scale starts")
+    min_loss_scale: float = flag(1.0, "how low it may go")
+    loss_scale_window: int = flag(1000, "good steps before it doubles")
+    hysteresis: int = flag(2, "bad steps before it halves")
+    grad_reduce_in_bf16: bool = flag(False, "sum gradients over data-parallel ranks in bf16 instead of fp32")
+    fp8_format: str | None = flag(None, "FP8 for the matrix products", choices=("e4m3", "hybrid"), planned="FP8")
+    fp8_recipe: str = flag(
+        "delayed", "FP8 scaling", choices=("delayed", "tensorwise", "blockwise", "mxfp8"), planned="FP8"
+    )
+    fp8_margin: int = flag(0, "binary orders left free in FP8 scales", planned="FP8")
+    fp8_amax_history_len: int = flag(1, "steps of history for delayed scaling", planned="FP8")
+    fp8_amax_compute_algo: str = flag(
+        "most_recent", "what of the history counts", choices=("most_recent", "max"), planned="FP8"
+    )
+    fp8_param_gather: bool = flag(False, "gather parameters in FP8", planned="FP8")
+    first_last_layers_bf16: bool = flag(False, "first and last layers stay in bf16 under FP8", planned="FP8")
+    fp8_backend: str = flag(
+        "auto", "who computes FP8 products", choices=("auto", "te", "torch", "emulated"), planned="FP8"
+    )
+
+
+@dataclass
+class DataConfig:
+    """Where training text comes from and in which order."""
+
+    data_path: list[str] | None = flag(None, "prefix of one .bin/.idx pair, or a blend: WEIGHT PREFIX WEIGHT PREFIX ...")
+    split: str | None = flag(None, "shares of documents for train,valid,test; default 969,30,1")
+    train_data_path: list[str] | None = flag(None, "prefix or blend for training, instead of --data-path and --split")
+    valid_data_path: list[str] | None = flag(None, "prefix or blend for validation")
+    test_data_path: list[str] | None = flag(None, "prefix or blend for testing")
+    data_args_path: str | None = flag(None, "file that holds what --data-path would")
+    data_cache_path: str | None = flag(None, "folder for the sample indices; default: cache/ beside each dataset")
+    mmap_bin_files: bool = flag(True, "read .bin files instead of mapping them", name="--no-mmap-bin-files")
+    mock_data: bool = flag(False, "documents from a learnable rule instead of files")
+    seq_length: int | None = flag(None, "tokens in a sequence")
+    num_workers: int = flag(2, "data-loader processes per rank")
+    dataloader_type: str | None = flag(
+        None, "single: one pass in sample order (default); cyclic: reshuffled passes", choices=("single", "cyclic")
+    )
+    reset_position_ids: bool = flag(False, "positions start again after each end of document")
+    reset_attention_mask: bool = flag(False, "no attention across an end of document")
+    eod_mask_loss: bool = flag(False, "no loss where the input is an end of document")
+
+
+@dataclass
+class TokenizerConfig:
+    """From text to ids."""
+
+    tokenizer_type: str | None = flag(
+        None,
+        "kind of tokenizer",
+        choices=(
+            "SentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "GPT2BPETokenizer",
+            "TikTokenizer",
+            "NullTokenizer",
+        ),
+    )
+    tokenizer_model: str | None = flag(None, "file (or for HuggingFaceTokenizer the folder) of the tokenizer")
+    tiktoken_pattern: str | None = flag(None, "how TikTokenizer splits words", choices=("v1", "v2"))
+    vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer")
+    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
+    vocab_size: int | None = flag(None, "ids of NullTokenizer (its EOD is one more); else checked against the tokenizer's")
+
+
+@dataclass
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    save: str | None = flag(None, "folder to save checkpoints in")
+    save_interval: int | None = flag(None, "steps between saves", aliases=("--persistent-save-interval",))
+    save_retain_interval: int | None = flag(None, "keep only checkpoints at multiples of this, and the newest")
+    keep_last_checkpoints: int | None = flag(None, "keep only this many newest checkpoints")
+    load: str | None = flag(None, "folder to resume from, where it holds a checkpoint")
+    ckpt_step: int | None = flag(None, "iteration to load instead of the newest")
+    finetune: bool = flag(False, "load weights alone and start at iteration 0")
+    pretrained_checkpoint: str | None = flag(None, "folder to take weights from, where --load holds no checkpoint yet")
+    save_optim: bool = flag(True, "leave the optimizer's state out of checkpoints", name="--no-save-optim")
+    save_rng: bool = flag(True, "leave the dropout key out of checkpoints", name="--no-save-rng")
+    load_optim: bool = flag(True, "do not load the optimizer's state", name="--no-load-optim")
+    load_rng: bool = flag(True, "do not load the dropout key; --seed decides", name="--no-load-rng")
+    use_checkpoint_args: bool = flag(False, "take network and tokenizer flags not given from the checkpoint")
+    exit_on_missing_checkpoint: bool = flag(False, "fail where --load holds no checkpoint, instead of starting fresh")
+    async_save: bool = flag(False, "write checkpoints in the background", planned="asynchronous save")
+
+
+@dataclass
+class ValidationConfig:
+    """Evaluation during and after training."""
+
+    eval_iters: int = flag(100, "global batches per evaluation; 0: none")
+    eval_interval: int | None = flag(None, "steps between evaluations; default: only at the end")
+    skip_train: bool = flag(False, "evaluate only")
+    full_validation: bool = flag(False, "evaluate on the whole validation and test set each time")
+
+
+@dataclass
+class LoggingConfig:
+    """What a run reports."""
+
+    log_interval: int = flag(100, "steps between log lines")
+    log_throughput: bool = flag(False, "TFLOP/s per device in the log line")
+    log_params_norm: bool = flag(False, "the parameters' norm in the log line")
+    log_num_zeros_in_grad: bool = flag(False, "zeros in the gradient in the log line")
+    timing_log_level: int = flag(0, "detail of timers in the log: 0, 1 or 2", choices=(0, 1, 2))
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard")
+    tensorboard_log_interval: int = flag(1, "steps between TensorBoard points")
+    log_memory_to_tensorboard: bool = flag(False, "memory in TensorBoard")
+    wandb_project: str | None = flag(None, "Weights & Biases project; needs the wandb package")
+    wandb_exp_name: str | None = flag(None, "Weights & Biases run name")
+    profile: bool = flag(False, "torch.profiler trace of some steps")
+    profile_step_start: int = flag(10, "first profiled step")
+    profile_step_end: int = flag(12, "step at which profiling ends")
+    metrics_file: str | None = flag(None, "file for one JSON object per step, full precision")
+    timeline: str | None = flag(None, "folder for each rank's executed actions with their times, one JSON line each")
+
+
+@dataclass
+class RunConfig:
+    """A whole run. One section a field; the order is that of `--help`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    learning_rate: LearningRateConfig = field(default_factory=LearningRateConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain JSON-ready dictionaries, one a section."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, dict[str, Any]]) -> RunConfig:
+        """The inverse of `to_dict`. Sections or fields that this version doesn't know raise a ValueError."""
+        config = cls()
+        for section, fields in values.items():
+            if not hasattr(config, section):
+                raise ValueError(f"unknown configuration section {section!r}")
+            target = getattr(config, section)
+            for key, value in fields.items():
+                if not hasattr(target, key):
+                    raise ValueError(f"unknown configuration field {section}.{key}")
+                setattr(target, key, value)
+        return config

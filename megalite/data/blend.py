@@ -1,0 +1,200 @@
+"""Blends: one order of samples over several corpora, in given proportions.
+
+At every step the corpus whose realised share lags most behind its weight gives the next sample, as in Megatron-LM.
+
+The key idea of the fast order: step k looks only at (k, counts so far), and two runs of the rule that start from
+different counts soon meet. So the steps are cut into lanes that run side by side from guessed counts; a lane whose guess
+differs from where its predecessor really ended runs again from there, until all fit. The result is exact, not close.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megalite.config.errors import UserError
+from megalite.data.cache import cached_arrays, from_mapped_state, mapped_state
+from megalite.data.document_mask import Item, SampleSource
+
+# Samples built per member beyond its share, since the greedy order may draw a few more than weight * size.
+SURPLUS = 0.005
+MAX_MEMBERS = 2**15 - 1
+BLEND_VERSION = 1
+_LANE_STEPS = 2048
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Prefixes of token files, and their weights, or None for weights by size. `flag` named them."""
+
+    flag: str
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+def parse_blend(items: Sequence[str], flag: str) -> Blend:
+    """A blend from `WEIGHT PREFIX WEIGHT PREFIX ...` or from prefixes alone; `flag` is named in errors.
+
+    Weights needn't sum to one. Members of weight zero are left out.
+    """
+    words = [item.strip() for item in items if item.strip()]
+    if not words:
+        raise UserError(f"{flag} is empty; give a prefix, or WEIGHT PREFIX pairs")
+    numbers = [_number(word) for word in words]
+    if all(number is None for number in numbers):
+        return _checked(Blend(flag, tuple(words), None))
+    for place, number in enumerate(numbers):
+        if len(words) % 2 or (number is None) == (place % 2 == 0):
+            raise UserError(
+                f"{flag} must be prefixes alone or WEIGHT PREFIX pairs; item {place + 1}, {words[place]!r}, breaks that"
+                f" (write a prefix that looks like a number with ./)"
+            )
+    weights = [number for number in numbers[::2] if number is not None]
+    for word, weight in zip(words[::2], weights, strict=True):
+        if not math.isfinite(weight) or weight < 0:
+            raise UserError(f"{flag}: weight {word} must be a finite number, not negative")
+    members = [(prefix, weight) for prefix, weight in zip(words[1::2], weights, strict=True) if weight > 0]
+    if not members:
+        raise UserError(f"{flag}: all weights are zero")
+    return _checked(Blend(flag, tuple(prefix for prefix, _ in members), tuple(weight for _, weight in members)))
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _checked(blend: Blend) -> Blend:
+    if len(blend.prefixes) > MAX_MEMBERS:
+        raise UserError(f"{blend.flag} names {len(blend.prefixes)} prefixes; a blend holds {MAX_MEMBERS}")
+    return blend
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Weights over their sum."""
+    values = np.asarray(weights, dtype=np.float64)
+    return [float(value) for value in values / values.sum()]
+
+
+def member_sizes(num_samples: int, shares: Sequence[float]) -> tuple[list[int], list[int]]:
+    """Samples (drawn, built) of each member for `num_samples` of a blend with normalised `shares`.
+
+    Drawn is ceil(N * w); built is ceil(drawn * 1.005). As megatron-core, since a member's size decides its shuffle.
+    """
+    drawn = [math.ceil(num_samples * share) for share in shares]
+    return drawn, [math.ceil(count * (1 + SURPLUS)) for count in drawn]
+
+
+def greedy_order(shares: Sequence[float], size: int) -> np.ndarray:
+    """Member that gives each sample, int16 [size]: at step k the first with the largest share * max(k, 1) - count.
+
+    Sums in float64 exactly as megatron-core's `build_blending_indices`, so that ties fall alike.
+    """
+    weights = np.asarray(shares, dtype=np.float64)[:, None]
+    lanes = max(1, -(-size // _LANE_STEPS))
+    steps = -(-size // lanes)
+    starts = np.arange(lanes, dtype=np.float64) * steps
+    begin = _near_counts(weights, starts)
+    end = np.empty_like(begin)
+    picks = np.empty((lanes, steps), dtype=np.int16)
+    stale = np.arange(lanes)
+    while len(stale):
+        end[:, stale], picks[stale] = _run_lanes(weights, starts[stale], begin[:, stale], steps)
+        stale = 1 + np.flatnonzero((begin[:, 1:] != end[:, :-1]).any(axis=0))
+        begin[:, stale] = end[:, stale - 1]
+    return picks.reshape(-1)[:size]
+
+
+def _near_counts(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Whole counts that sum to k and lie near weight * k, [members, lanes]."""
+    shares = weights * starts
+    counts = np.floor(shares)
+    rank = np.argsort(np.argsort(counts - shares, axis=0, kind="stable"), axis=0, kind="stable")
+    return counts + (rank < starts - counts.sum(axis=0))
+
+
+def _run_lanes(
+    weights: np.ndarray, starts: np.ndarray, begin: np.ndarray, steps: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rule itself, in all lanes at once: (counts at the end [members, lanes], picks int16 [lanes, steps])."""
+    counts = begin.copy()
+    picks = np.empty((steps, counts.shape[1]), dtype=np.int16)
+    lane = np.arange(counts.shape[1])
+    lag = np.empty_like(counts)
+    for step in range(steps):
+        np.multiply(weights, np.maximum(starts + step, 1.0), out=lag)
+        lag -= counts
+        chosen = lag.argmax(axis=0)
+        picks[step] = chosen
+        counts[chosen, lane] += 1
+    return counts, picks.T
+
+
+def occurrence_index(order: np.ndarray) -> np.ndarray:
+    """How often each entry of `order` occurred before, int64 of the same length: the sample to take from its member."""
+    by_member = np.argsort(order, kind="stable")
+    counts = np.bincount(order)
+    index = np.empty(len(order), dtype=np.int64)
+    index[by_member] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return index
+
+
+class BlendedDataset:
+    """Samples of several datasets in the greedy order. A member that is drawn more often than it is long starts again.
+
+    weights: positive, one a member, in any scale. size: samples of the blend.
+    """
+
+    def __init__(
+        self, members: Sequence[SampleSource], weights: Sequence[float], size: int, folder: str, notes: list[str]
+    ) -> None:
+        self.members = list(members)
+        # Normalised here once more, as megatron-core does: the last bit of a share decides ties.
+        shares = normalize(weights)
+        key = {"version": BLEND_VERSION, "shares": [share.hex() for share in shares], "size": size}
+
+        def build() -> tuple[np.ndarray, np.ndarray]:
+            order = greedy_order(shares, size)
+            return order, occurrence_index(order)
+
+        names = ("dataset_index", "dataset_sample_index")
+        label = f"blend-of-{len(self.members)}"
+        self.dataset_index, self.dataset_sample_index = cached_arrays(folder, label, key, names, build, notes)
+
+    def __getstate__(self) -> dict[str, object]:
+        arrays = (self.dataset_index, self.dataset_sample_index)
+        return {"members": self.members, "arrays": tuple(mapped_state(array) for array in arrays)}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.members = state["members"]  # type: ignore[assignment]
+        first, second = state["arrays"]  # type: ignore[misc]
+        self.dataset_index, self.dataset_sample_index = from_mapped_state(first), from_mapped_state(second)
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, index: int) -> Item:
+        member = self.members[self.dataset_index[index]]
+        return member[int(self.dataset_sample_index[index]) % len(member)]
+
+
+class ConcatDataset:
+    """Each sample of each member once, one member after the other: the whole of a split, for full validation."""
+
+    def __init__(self, members: Sequence[SampleSource]) -> None:
+        self.members = list(members)
+        self._ends = np.cumsum([len(member) for member in self.members])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Item:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        place = int(np.searchsorted(self._ends, index, side="right"))
+        return self.members[place][index - int(self._ends[place]) + len(self.members[place])]

@@ -1,0 +1,86 @@
+"""Arrays that are computed once and then mapped from disk by every process that needs them.
+
+The key idea: a file's name is a hash of all that its content depends on, so a file is either absent or right. Nobody
+waits for anybody: a process that finds no file builds the arrays itself and offers them under a temporary name that
+becomes the real one only where no other process was first. Existing files are never touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+
+def digest(content: bytes | np.ndarray) -> str:
+    """Hash of bytes or of a contiguous 1-D array's bytes, 32 hex digits."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def cached_arrays(
+    folder: str,
+    label: str,
+    key: Mapping[str, Any],
+    names: tuple[str, ...],
+    build: Callable[[], tuple[np.ndarray, ...]],
+    notes: list[str],
+) -> tuple[np.ndarray, ...]:
+    """The arrays `names`, mapped from `folder` where they lie there, else built and stored.
+
+    key: JSON-ready, all that the arrays depend on. label: readable start of the file names. Where the folder can't be
+    written or holds a damaged file, the built arrays are returned from memory and `notes` gets a line.
+    """
+    readable = re.sub(r"[^A-Za-z0-9_.-]+", "_", label)[:100]
+    stem = f"{readable}-{digest(json.dumps(key, sort_keys=True).encode())}"
+    paths = [os.path.join(folder, f"{stem}-{name}.npy") for name in names]
+    if all(os.path.exists(path) for path in paths):
+        try:
+            return tuple(np.load(path, mmap_mode="r") for path in paths)
+        except (OSError, ValueError) as error:
+            notes.append(f"index cache {stem} in {folder} is damaged ({error}); delete it, this run does without")
+            return build()
+    arrays = build()
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for path, array in zip(paths, arrays, strict=True):
+            _publish(path, array)
+        return tuple(np.load(path, mmap_mode="r") for path in paths)
+    except (OSError, ValueError) as error:
+        notes.append(f"cannot keep the sample index in {folder} ({error}); it is built in memory at every start")
+        return arrays
+
+
+def _publish(path: str, array: np.ndarray) -> None:
+    """Store one array under its name, unless a file of that name is there by then."""
+    temporary = f"{path}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    try:
+        with open(temporary, "xb") as stream:
+            np.save(stream, array, allow_pickle=False)
+            stream.flush()
+            os.fsync(stream.fileno())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return
+        except OSError:
+            # A file system without hard links: the rename is atomic too, and the content the same.
+            os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+
+
+def mapped_state(array: np.ndarray) -> np.ndarray | str:
+    """What to pickle for an array: the file's name where it is mapped whole from one, else the array."""
+    return str(array.filename) if isinstance(array, np.memmap) and array.filename else array
+
+
+def from_mapped_state(state: np.ndarray | str) -> np.ndarray:
+    """The inverse of `mapped_state`."""
+    return np.load(state, mmap_mode="r") if isinstance(state, str) else state

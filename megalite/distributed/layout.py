@@ -1,0 +1,90 @@
+"""The grid of ranks, as arithmetic.
+
+Key idea: every group of a run follows from one grid. Rank order is Megatron-LM's: tensor fastest, then context, data,
+pipeline slowest. The dense parts use the factorisation (pp, dp, cp, tp), the experts (pp, edp, ep, etp) of the same
+ranks; both multiply to the world size. Pure data: nothing here touches torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from megalite.config.schema import LayoutConfig
+
+DENSE_AXES = ("pp", "dp", "cp", "tp")  # slowest first
+EXPERT_AXES = ("pp", "edp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes. `dp` is the number of model replicas times 1/cp."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        assert min(self.tp, self.pp, self.dp, self.cp, self.ep, self.etp) >= 1
+        assert (self.dp * self.cp * self.tp) % (self.ep * self.etp) == 0
+
+    @classmethod
+    def from_config(cls, config: LayoutConfig, world_size: int) -> Layout:
+        """The layout of `world_size` ranks; sizes were checked to divide (`config.check`)."""
+        tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+        cp, ep = config.context_parallel_size, config.expert_model_parallel_size
+        dp = world_size // (tp * pp * cp)
+        return cls(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, sequence_parallel=config.sequence_parallel)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        """Copies of each expert: expert data-parallel size."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    def size(self, axis: str) -> int:
+        return int(getattr(self, axis))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Index of `rank` along every axis, dense and expert."""
+        result: dict[str, int] = {}
+        for axes in (DENSE_AXES, EXPERT_AXES):
+            rest = rank
+            for axis in reversed(axes):
+                rest, result[axis] = divmod(rest, self.size(axis))
+        return result
+
+    def rank_at(self, **coordinates: int) -> int:
+        """The rank at dense coordinates (absent axes are 0)."""
+        rank = 0
+        for axis in DENSE_AXES:
+            rank = rank * self.size(axis) + coordinates.get(axis, 0)
+        return rank
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All groups of ranks that differ only along `axes`, each in rank order; together they hold every rank once."""
+        family = DENSE_AXES if all(axis in DENSE_AXES for axis in axes) else EXPERT_AXES
+        assert all(axis in family for axis in axes), f"{axes} mixes dense and expert axes"
+        fixed = [axis for axis in family if axis not in axes]
+        grouped: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            coordinates = self.coordinates(rank)
+            grouped.setdefault(tuple(coordinates[axis] for axis in fixed), []).append(rank)
+        return [tuple(ranks) for ranks in grouped.values()]
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The group along `axes` that holds `rank`."""
+        if all(axis in DENSE_AXES for axis in axes):
+            here = self.coordinates(rank)
+            ordered = [axis for axis in DENSE_AXES if axis in axes]
+            spans = itertools.product(*(range(self.size(axis)) for axis in ordered))
+            base = {axis: here[axis] for axis in DENSE_AXES}
+            return tuple(self.rank_at(**{**base, **dict(zip(ordered, span, strict=True))}) for span in spans)
+        return next(group for group in self.groups(*axes) if rank in group)

@@ -1,0 +1,96 @@
+"""The layout made real for one process: its rank, device and process groups.
+
+Key idea: a `Group` of size one needs no communication library, so one process without torchrun runs the same code.
+Every group is made once here, from the one rank grid, and passed to those that need it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megalite.distributed.layout import Layout
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate. `rank` is this process's index in it; `process_group` is None where it is alone."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Mesh:
+    """This process's place in a layout, with a `Group` along each axis.
+
+    `tp`, `pp`, `dp`, `cp`: one axis. `dp_cp`: all ranks that hold the same parameters. `model`: one replica (pp x tp).
+    `world`: all ranks of the layout, which may be the first ranks of a larger torch world (as in the process pool).
+    """
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device, groups: dict[tuple[int, ...], dist.ProcessGroup]):
+        """Use `Mesh.create`; `groups` maps ranks to the process groups of this rank."""
+        self.layout = layout
+        self.rank = rank
+        self.device = device
+        self._process_groups = groups
+        self.coordinates = layout.coordinates(rank)
+        self.tp = self._group("tp")
+        self.pp = self._group("pp")
+        self.dp = self._group("dp")
+        self.cp = self._group("cp")
+        self.dp_cp = self._group("dp", "cp")
+        self.model = self._group("pp", "tp")
+        self.world = self._group("pp", "dp", "cp", "tp")
+
+    def _group(self, *axes: str) -> Group:
+        ranks = self.layout.group_of(self.rank, *axes)
+        return Group(ranks, ranks.index(self.rank), self._process_groups.get(ranks))
+
+    @classmethod
+    def create(cls, layout: Layout, device: torch.device, *, backend: str, timeout: timedelta) -> Mesh:
+        """Make every process group that this rank is in. Collective over the ranks of each group.
+
+        The default process group must exist where the layout has more than one rank, and this process must be one of
+        its first `layout.world_size` ranks.
+        """
+        rank = dist.get_rank() if layout.world_size > 1 else 0
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        axes = (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp"), ("pp", "tp"), ("pp", "dp", "cp", "tp"))
+        for names in axes:
+            ranks = layout.group_of(rank, *names)
+            if len(ranks) == 1 or ranks in groups:
+                continue
+            if len(ranks) == dist.get_world_size():
+                groups[ranks] = dist.group.WORLD
+                continue
+            # Each rank makes only its own groups, all ranks in the same order of axes, so that no cycle can arise.
+            groups[ranks] = dist.new_group(
+                list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
+            )
+        return cls(layout, rank, device, groups)
+
+    def close(self) -> None:
+        """Destroy the groups made here (not the default one)."""
+        for group in self._process_groups.values():
+            if group is not dist.group.WORLD:
+                with contextlib.suppress(ValueError):
+                    dist.destroy_process_group(group)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of the layout, which speaks for all."""
+        return self.rank == 0
+
+
+def single_process_mesh(device: torch.device | str = "cpu") -> Mesh:
+    """A mesh of one process, for tools and tests."""
+    return Mesh(Layout(), 0, torch.device(device), {})

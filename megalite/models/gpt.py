@@ -1,0 +1,143 @@
+"""GPT: decoder-only transformer, GPT-2 to Llama by configuration.
+
+Key idea: a `GPTStage` is the part of the model that one pipeline chunk owns: perhaps the embedding, some layers keyed by
+their global number, perhaps the output. One process owns one stage that has all three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megalite.nn.attention_backend import AttentionBackend
+from megalite.nn.cross_entropy import vocabulary_parallel_cross_entropy
+from megalite.nn.dropout import hidden_dropout
+from megalite.nn.embedding import PositionEmbedding, VocabularyParallelEmbedding, vocabulary_spec
+from megalite.nn.linear import linear
+from megalite.nn.module import Build, SequenceInfo, ShardedModule
+from megalite.nn.norm import Norm
+from megalite.nn.rotary import rotary_table
+from megalite.nn.transformer import TransformerLayer
+
+
+@dataclass(frozen=True)
+class StageSpan:
+    """What one stage owns: layers [first, last) and whether the embedding and the output are here.
+
+    `tied_stages`: pipeline ranks that hold a copy of the embedding table, where it is shared with the output.
+    """
+
+    first_layer: int
+    last_layer: int
+    has_embedding: bool
+    has_output: bool
+    tied_stages: tuple[int, ...] | None = None
+
+
+def whole_model(num_layers: int) -> StageSpan:
+    """The span of a single stage."""
+    return StageSpan(0, num_layers, True, True)
+
+
+class _Embedding(ShardedModule):
+    def __init__(self, build: Build, vocab_size: int, span: StageSpan):
+        super().__init__()
+        self.word_embeddings = VocabularyParallelEmbedding(build, vocab_size, span.tied_stages)
+        self.position_embeddings = None
+        if span.has_embedding and build.config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = PositionEmbedding(build)
+        self.drop = build.config.hidden_dropout
+
+    def forward(self, tokens: Tensor, info: SequenceInfo) -> Tensor:
+        """`tokens` [b, s] → [s, b, h]."""
+        x = self.word_embeddings(tokens.t())
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(info.position_ids.t())
+        return hidden_dropout(x, self.drop, info.dropout_keys, info.token_index, -1, "embedding")
+
+
+class _Decoder(ShardedModule):
+    def __init__(self, build: Build, backend: AttentionBackend, span: StageSpan):
+        super().__init__()
+        numbers = range(span.first_layer, span.last_layer)
+        self.layers = nn.ModuleDict({str(n): TransformerLayer(build, backend, n) for n in numbers})
+        self.final_layernorm = None
+        if span.has_output:
+            assert build.config.hidden_size is not None
+            partial = build.mesh.layout.sequence_parallel
+            self.final_layernorm = Norm(build, build.config.hidden_size, partial=partial)
+
+    def forward(self, x: Tensor, info: SequenceInfo, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x, info, rotary)
+        return x if self.final_layernorm is None else self.final_layernorm(x)
+
+
+class _Output(ShardedModule):
+    def __init__(self, build: Build, vocab_size: int):
+        super().__init__()
+        self.weight = self.add_parameter("weight", vocabulary_spec(build, vocab_size, None), build)
+
+
+class GPTStage(ShardedModule):
+    """The span of a GPT model that one pipeline chunk owns."""
+
+    def __init__(self, build: Build, vocab_size: int, span: StageSpan, backend: AttentionBackend):
+        super().__init__()
+        config = build.config
+        self.config, self.span, self.vocab_size = config, span, vocab_size
+        self.wide, self.group = build.precision.wide, build.mesh.tp
+        tied = not config.untie_embeddings_and_output_weights
+        self.embedding = None
+        if span.has_embedding or (tied and span.has_output):
+            self.embedding = _Embedding(build, vocab_size, span)
+        self.decoder = _Decoder(build, backend, span)
+        self.output_layer = _Output(build, vocab_size) if span.has_output and not tied else None
+
+    def forward(self, x: Tensor, info: SequenceInfo) -> Tensor:
+        """Token ids [b, s] on the first stage, else activations [s, b, h] → activations [s, b, h].
+
+        On the last stage they are normalised, ready for `logits`.
+        """
+        if self.span.has_embedding:
+            assert self.embedding is not None
+            x = self.embedding(x, info)
+        rotary = None
+        if self.config.position_embedding_type == "rope":
+            rotary = rotary_table(self.config, info.position_ids, self.wide)
+        return self.decoder(x, info, rotary)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The [local rows, hidden] table of the output: its own, or the embedding's."""
+        if self.output_layer is not None:
+            return self.output_layer.weight
+        assert self.embedding is not None
+        return self.embedding.word_embeddings.weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[s, b, h] of the last stage → [s, b, local columns]; columns of vocabulary padding are cut off."""
+        weight = self.output_weight
+        logits = linear(hidden, weight)
+        first = self.group.rank * weight.shape[0]
+        return logits[..., : max(0, min(self.vocab_size - first, weight.shape[0]))]
+
+    def token_losses(self, hidden: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+        """Cross-entropy in nats of every token, wide [s, b], for `labels` [b, s]."""
+        return vocabulary_parallel_cross_entropy(
+            self.logits(hidden),
+            labels.t(),
+            first_column=self.group.rank * self.output_weight.shape[0],
+            vocab_size=self.vocab_size,
+            group=self.group,
+            wide=self.wide,
+            label_smoothing=label_smoothing,
+        )
+
+
+def plain_info(tokens: Tensor) -> SequenceInfo:
+    """What a forward knows of `tokens` [b, s] where each row is one document from position 0, in evaluation."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    return SequenceInfo(position_ids=index[None], token_index=index)

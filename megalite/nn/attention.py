@@ -1,0 +1,181 @@
+"""Self-attention with grouped queries (Vaswani et al. 2017; Ainslie et al. 2023), cut by heads over tensor-parallel ranks.
+
+Key idea: the fused projection is laid out as [groups, queries of a group + key + value, head], an order that knows no
+layout, so any cut by groups is a plain slice. With more ranks than groups each group's key and value are copied to the
+ranks that share its queries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+
+from megalite.distributed import random
+from megalite.distributed.param_spec import Init, grouped_qkv
+from megalite.nn.attention_backend import AttentionBackend, parse_window
+from megalite.nn.dropout import dropout
+from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.nn.module import Build, SequenceInfo, ShardedModule
+from megalite.nn.norm import Norm
+from megalite.nn.rotary import rotate
+
+
+def visibility(info: SequenceInfo, queries: int, window: tuple[int, int] | None) -> Tensor | None:
+    """Bool [b or 1, 1, s, s]: which keys each query sees. None where the plain causal rule is all."""
+    if info.visible is not None:
+        return info.visible
+    if info.document_ids is None and window is None:
+        return None
+    index = torch.arange(queries, device=info.position_ids.device)
+    distance = index[:, None] - index[None, :]
+    visible = distance >= 0
+    if window is not None:
+        visible = visible & (distance <= window[0])
+    visible = visible[None, None]
+    if info.document_ids is not None:
+        same = info.document_ids[:, None, :, None] == info.document_ids[:, None, None, :]
+        visible = visible & same
+    return visible
+
+
+def unfused_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, wide: torch.dtype, drop: float, keys: Tensor | None, head: int
+) -> Tensor:
+    """Plain attention on [b, heads, s, d] queries and [b, groups, keys, d] keys and values: [b, heads, s, d].
+
+    `keys` int64 [b]: dropout keys, None in evaluation. `head`: global number of the first head here.
+    """
+    batch, heads, queries, width = q.shape
+    groups, length = k.shape[1], k.shape[2]
+    scale = 1.0 / math.sqrt(width)
+    q = q.reshape(batch, groups, heads // groups, queries, width)
+    scores = (q @ k.unsqueeze(2).transpose(-1, -2)).to(wide) * scale
+    if visible is None:
+        visible = torch.ones(queries, length, dtype=torch.bool, device=q.device).tril(length - queries)[None, None]
+    scores = scores.masked_fill(~visible.unsqueeze(2), float("-inf"))
+    weights = scores.softmax(dim=-1).to(q.dtype)
+    if drop and keys is not None:
+        device = q.device
+        head_index = (head + torch.arange(heads, device=device)).view(groups, -1, 1, 1) << 40
+        index = head_index + (torch.arange(queries, device=device)[:, None] << 20) + torch.arange(length, device=device)
+        weights = dropout(weights, drop, keys.view(-1, 1, 1, 1, 1), index)
+    return (weights @ v.unsqueeze(2)).reshape(batch, heads, queries, width)
+
+
+def cumulative_lengths(document_ids: Tensor) -> Tensor:
+    """int32 [documents + 1] borders of the documents of `document_ids` [b, s] laid end to end, from 0 to b·s."""
+    batch, length = document_ids.shape
+    starts = torch.ones(batch, length, dtype=torch.bool, device=document_ids.device)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    borders = starts.view(-1).nonzero().view(-1)
+    return F.pad(borders, (0, 1), value=batch * length).to(torch.int32)
+
+
+class CoreAttention:
+    """Softmax attention over the local heads, by the chosen kernel. Holds no parameters."""
+
+    def __init__(self, build: Build, backend: AttentionBackend, layer: int):
+        self.backend = backend
+        self.layer = layer
+        self.window = parse_window(build.config.window_size)
+        self.drop = build.config.attention_dropout
+        self.wide = build.precision.wide
+        assert build.config.num_attention_heads is not None
+        self.first_head = build.mesh.tp.rank * build.config.num_attention_heads // build.mesh.tp.size
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, info: SequenceInfo) -> Tensor:
+        """[s, b, heads, d] queries, [keys, b, groups, d] keys and values → [s, b, heads · d]."""
+        if self.backend.kernel == "varlen" and info.visible is None:
+            return self._varlen(q, k, v, info)
+        visible = visibility(info, q.shape[0], self.window)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        if self.backend.kernel == "unfused":
+            keys = None
+            if info.dropout_keys is not None and self.drop:
+                keys = random.fold(info.dropout_keys, self.layer, "attention")
+            args = {"wide": self.wide, "drop": self.drop, "keys": keys, "head": self.first_head}
+            out = unfused_attention(q, k, v, visible, **args)
+        else:
+            out = self._sdpa(q, k, v, visible, training=info.dropout_keys is not None)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, training: bool) -> Tensor:
+        chosen = sdpa_kernel(list(self.backend.sdpa)) if self.backend.sdpa else contextlib.nullcontext()
+        with chosen:
+            return F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=visible,
+                is_causal=visible is None,
+                dropout_p=self.drop if training else 0.0,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, info: SequenceInfo) -> Tensor:
+        """Flash attention over documents laid end to end; no mask in memory."""
+        length, batch = q.shape[:2]
+        borders = info.document_borders
+        if borders is None:
+            borders = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+        left = self.window[0] if self.window is not None else -1
+        out = varlen_attn(
+            q, k, v, borders, borders, length, length, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1]
+        )
+        assert isinstance(out, Tensor)
+        return out.view(batch, length, -1).transpose(0, 1)
+
+
+class SelfAttention(ShardedModule):
+    """Projection to queries, keys and values; norm and rotation of heads; attention; projection back."""
+
+    def __init__(self, build: Build, backend: AttentionBackend, layer: int):
+        super().__init__()
+        config, place = build.config, build.place()
+        assert config.hidden_size is not None and config.kv_channels is not None
+        assert config.num_attention_heads is not None and config.num_layers is not None
+        heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        queries = heads // groups
+        self.layer, self.width = layer, width
+        self.interleaved = config.rotary_interleaved
+        self.local_groups = max(1, groups // place.tp)
+        self.local_queries = heads // place.tp // self.local_groups
+        shape = (groups, queries + 2, width, config.hidden_size)
+        local = (self.local_groups, self.local_queries + 2, width, config.hidden_size)
+        bias_boxes = None
+        if config.add_bias_linear or config.add_qkv_bias:
+            bias_boxes = grouped_qkv(groups, queries, (width,), place)
+        boxes = grouped_qkv(groups, queries, shape[2:], place)
+        init = Init(std=config.init_method_std)
+        self.linear_qkv = ColumnParallelLinear(build, shape, local, boxes, bias_boxes, init)
+        self.q_layernorm = self.k_layernorm = None
+        if config.qk_layernorm:
+            self.q_layernorm = Norm(build, width, partial=True)
+            self.k_layernorm = Norm(build, width, partial=True)
+        self.core = CoreAttention(build, backend, layer)
+        scaled = Init(std=config.init_method_std / math.sqrt(2.0 * config.num_layers))
+        self.linear_proj = RowParallelLinear(
+            build, heads * width, config.hidden_size, bias=config.add_bias_linear, init=scaled
+        )
+
+    def forward(self, x: Tensor, info: SequenceInfo, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """`x` [s, b, h] → [s, b, h]; `rotary`: cosines and sines for the tokens here."""
+        fused = self.linear_qkv(x)
+        fused = fused.view(*x.shape[:2], self.local_groups, self.local_queries + 2, self.width)
+        q = fused[..., : self.local_queries, :].flatten(2, 3)
+        k, v = fused[..., self.local_queries, :], fused[..., self.local_queries + 1, :]
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if rotary is not None:
+            q = rotate(q, rotary, interleaved=self.interleaved)
+            k = rotate(k, rotary, interleaved=self.interleaved)
+        if info.cache is not None:
+            k, v = info.cache.update(self.layer, k, v)
+        return self.linear_proj(self.core(q, k, v, info))

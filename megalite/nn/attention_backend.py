@@ -1,0 +1,74 @@
+"""Which attention kernel runs, decided once and said aloud.
+
+Key idea: the choice is a function of configuration and device, so a request that can't be honoured is refused before
+any process group exists. `unfused` and `local` are plain matrix products whose dropout is a function of its place;
+the kernels of `scaled_dot_product_attention` drop out from torch's own stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.nn.attention import SDPBackend
+
+from megalite.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """`kernel`: unfused, sdpa or varlen. `sdpa`: the kernels that scaled_dot_product_attention may use; empty: any."""
+
+    kernel: str
+    sdpa: tuple[SDPBackend, ...]
+    reason: str
+
+
+def parse_window(text: str | None) -> tuple[int, int] | None:
+    """`LEFT,RIGHT` → tokens visible before and after; -1: no bound. None where nothing is bounded."""
+    if text is None:
+        return None
+    left, right = (int(part) for part in text.strip("() ").split(","))
+    return None if left < 0 else (left, right)
+
+
+def choose_backend(config: RunConfig, device_type: str) -> AttentionBackend:
+    """The kernel for a resolved configuration. A ValueError says why a request can't be honoured."""
+    model, asked = config.model, config.model.attention_backend
+    half = config.precision.bf16 or config.precision.fp16
+    masked = config.data.reset_attention_mask or parse_window(model.window_size) is not None
+    drops = model.attention_dropout > 0.0
+    if asked in ("unfused", "local"):
+        return AttentionBackend("unfused", (), f"--attention-backend {asked}")
+    if device_type == "cuda":
+        return _cuda_backend(asked, half=half, masked=masked, drops=drops)
+    if drops:
+        if asked != "auto":
+            raise ValueError(
+                f"--attention-backend {asked} has no dropout on a CPU: use --attention-dropout 0 or --attention-backend unfused"
+            )
+        return AttentionBackend("unfused", (), "--attention-dropout on a CPU needs plain matrix products")
+    if asked == "fused":
+        raise ValueError("--attention-backend fused needs CUDA: on a CPU use auto, flash or unfused")
+    sdpa = (SDPBackend.FLASH_ATTENTION,) if asked == "flash" else ()
+    return AttentionBackend("sdpa", sdpa, "the CPU kernel of scaled_dot_product_attention")
+
+
+def _cuda_backend(asked: str, *, half: bool, masked: bool, drops: bool) -> AttentionBackend:
+    if masked:
+        if half and not drops and asked in ("auto", "flash"):
+            return AttentionBackend("varlen", (), "document masks and windows need the variable-length flash kernel")
+        if asked == "auto":
+            return AttentionBackend("unfused", (), "the variable-length kernel needs bf16 or fp16 and no attention dropout")
+        raise ValueError(
+            f"--attention-backend {asked} on CUDA can't do --reset-attention-mask or --window-size here: "
+            "flash does with --bf16 or --fp16 and --attention-dropout 0; unfused always does"
+        )
+    if asked == "flash":
+        if not half:
+            raise ValueError("--attention-backend flash on CUDA needs --bf16 or --fp16; use auto, fused or unfused")
+        return AttentionBackend("sdpa", (SDPBackend.FLASH_ATTENTION,), "--attention-backend flash")
+    if asked == "fused":
+        kernels = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+        return AttentionBackend("sdpa", kernels, "--attention-backend fused: cuDNN, else memory-efficient")
+    note = "; its dropout follows torch's own stream" if drops else ""
+    return AttentionBackend("sdpa", (), "the fastest kernel of scaled_dot_product_attention that fits" + note)

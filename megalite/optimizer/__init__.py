@@ -1,0 +1,1 @@
+"""Contiguous buffers, fused optimizers, the gradient norm, learning-rate schedules."""

@@ -1,0 +1,1 @@
+"""Number-format policies and the loss scaler."""

@@ -1,0 +1,41 @@
+"""Which number format serves what.
+
+Key idea: code that needs more precision than the activations have asks for the policy's *wide* dtype, which is float32,
+or float64 in proof mode. So `--fp64` is a proof of the very code that trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megalite.config.schema import PrecisionConfig
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`compute`: parameters and activations. `wide`: main gradients, softmax, rotary tables, loss, main parameters.
+    `reduce`: gradients while they are summed over data-parallel ranks."""
+
+    compute: torch.dtype
+    wide: torch.dtype
+    reduce: torch.dtype
+    name: str
+
+    @classmethod
+    def from_config(cls, config: PrecisionConfig) -> Precision:
+        """The policy of a checked configuration."""
+        reduce = torch.bfloat16 if config.grad_reduce_in_bf16 else torch.float32
+        if config.fp64:
+            return cls(torch.float64, torch.float64, torch.float64, "fp64")
+        if config.bf16:
+            return cls(torch.bfloat16, torch.float32, reduce, "bf16")
+        if config.fp16:
+            return cls(torch.float16, torch.float32, reduce, "fp16")
+        return cls(torch.float32, torch.float32, reduce, "fp32")
+
+    @property
+    def needs_main_parameters(self) -> bool:
+        """Whether the optimizer keeps wide copies of the parameters."""
+        return self.compute != self.wide
