@@ -7,8 +7,8 @@ scripts still carry. Blocks begin with `[answer] reason`. The answers:
 - changes results, not built: refused by name, the reason naming what is missing;
 - use instead: refused, the reason being the flag to use.
 
-Then come the flags: `--name` is a switch, `--name=` takes a value, `--name+=` one or more, `--name*=` any number. A slash
-joins two spellings. What follows `=` is harmless (alternatives split by `|`): with it, a refused flag is ignored.
+Then come the flags: `--name` is a switch, `--name=` takes a value, `--name+=` one or more, `--name*=` any number. A
+slash joins two spellings. What follows `=` is harmless (`|` between alternatives): with it a refused flag is ignored.
 """
 
 from __future__ import annotations
@@ -19,10 +19,22 @@ OWN = """
 --fp8-backend --keep-last-checkpoints --metrics-file --timeline
 """
 
-# Flags of Megatron-LM that set a field of `schema.py` which has another flag: flag, field, value.
+# Flags of Megatron-LM that set a field of `schema.py` which has another flag: flag, field, the value unless it's given.
 SHORTHANDS = """
+--encoder-num-layers model.num_layers
+--encoder-seq-length data.seq_length
 --use-flash-attn model.attention_backend flash
 --use-rotary-position-embeddings model.position_embedding_type rope
+"""
+
+# Values of Megatron-LM that we lack; `value=ours` means the same as ours.
+VALUES = """
+--position-embedding-type yarn mrope relative
+--optimizer muon dist_muon lion soap adaptive_muon
+--fp8-recipe custom
+--dataloader-type external
+--tokenizer-type BertWordPieceLowerCase BertWordPieceCase MultimodalTokenizer NullMultimodalTokenizer SFTTokenizer
+ GPTSentencePieceTokenizer=SentencePieceTokenizer Llama2Tokenizer=SentencePieceTokenizer
 """
 
 TABLE = """
@@ -53,10 +65,11 @@ TABLE = """
 --nccl-communicator-config-path= --pipeline-model-parallel-comm-backend= --disable-gloo-process-groups
 --symmetric-ar-type= --distributed-timeout-seconds-after-init= --use-tp-pp-dp-mapping --local-rank= --lazy-mpu-init
 [ignored] always so here
---accumulate-allreduce-grads-in-fp32 --ddp-param-name-patterns-for-fp32-local-accumulation+= --use-cpu-initialization
---init-model-with-meta-device --no-create-attention-mask-in-dataloader --use-pytorch-profiler
---log-validation-ppl-to-tensorboard --disable-msc --no-one-logger --use-dist-ckpt --ckpt-fully-parallel-save
---dist-ckpt-optim-fully-reshardable
+--accumulate-allreduce-grads-in-fp32 --ddp-param-name-patterns-for-fp32-local-accumulation+=
+--no-create-attention-mask-in-dataloader --use-pytorch-profiler --log-validation-ppl-to-tensorboard --disable-msc
+--no-one-logger --use-dist-ckpt --ckpt-fully-parallel-save --dist-ckpt-optim-fully-reshardable
+[ignored] initial weights depend on neither device nor layout
+--use-cpu-initialization --init-model-with-meta-device
 [ignored] weights are always initialised; a checkpoint replaces them
 --no-initialization
 [ignored] random numbers are a function of their place, not a stream

@@ -5,6 +5,8 @@ component is built from them. A field `hidden_size` is the flag `--hidden-size`,
 spelling differs the field says so in its metadata. Imports neither torch nor numpy, so that `--help` is instant.
 """
 
+# ruff: noqa: RUF009 (flag() makes a dataclass field, so a list in it is not shared)
+
 from __future__ import annotations
 
 import dataclasses
@@ -38,7 +40,7 @@ class ModelConfig:
     """The network. Everything that decides its parameters and its function."""
 
     preset: str | None = flag(None, "named model size that fills the network flags not given, e.g. gpt2-345m, llama-7b")
-    num_layers: int | None = flag(None, "transformer layers", aliases=("--decoder-num-layers",))
+    num_layers: int | None = flag(None, "transformer layers")
     hidden_size: int | None = flag(None, "width of the residual stream")
     ffn_hidden_size: int | None = flag(
         None, "width inside the MLP; default 4 x hidden, with --swiglu two thirds of that in multiples of 64"
@@ -75,7 +77,7 @@ class ModelConfig:
     )
     attention_backend: str = flag(
         "auto",
-        "attention kernel: auto, flash and fused through scaled_dot_product_attention, unfused and local: plain matmuls",
+        "attention kernel; unfused and local are plain matrix products, the others scaled_dot_product_attention",
         choices=("auto", "flash", "fused", "unfused", "local"),
     )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
@@ -207,6 +209,11 @@ class TrainingConfig:
     micro_batch_size: int | None = flag(None, "sequences in one forward of one data-parallel rank")
     global_batch_size: int | None = flag(None, "sequences per step; default micro batch x data-parallel size")
     rampup_batch_size: list[int] | None = flag(None, "START INCREMENT SAMPLES: grow the global batch over SAMPLES")
+    step_batch_size_schedule: list[str] | None = flag(
+        None,
+        "TOKENS:SIZE ...: the global batch size from each number of tokens on; K, M, B, T are powers of 1000",
+        planned="a stepwise batch size",
+    )
     train_iters: int | None = flag(None, "steps to train")
     train_samples: int | None = flag(None, "sequences to train, instead of --train-iters")
     exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of this")
@@ -232,7 +239,7 @@ class TrainingConfig:
     calculate_per_token_loss: bool = flag(False, "accepted: the loss is always the mean over all tokens of the batch")
     nan_action: str | None = flag(
         None,
-        "on a loss or gradient norm that isn't finite: stop, or skip the step on all ranks; default stop, skip with --fp16",
+        "when loss or gradient norm isn't finite: stop, or skip the step on all ranks; default stop, skip with --fp16",
         choices=("stop", "skip"),
     )
     compile: bool = flag(False, "torch.compile each transformer layer; needs a C++ compiler")
@@ -272,7 +279,7 @@ class PrecisionConfig:
 class DataConfig:
     """Where training text comes from and in which order."""
 
-    data_path: list[str] | None = flag(None, "prefix of one .bin/.idx pair, or a blend: WEIGHT PREFIX WEIGHT PREFIX ...")
+    data_path: list[str] | None = flag(None, "prefix of one .bin/.idx pair, or a blend: WEIGHT PREFIX ...")
     split: str | None = flag(None, "shares of documents for train,valid,test; default 969,30,1")
     train_data_path: list[str] | None = flag(None, "prefix or blend for training, instead of --data-path and --split")
     valid_data_path: list[str] | None = flag(None, "prefix or blend for validation")
@@ -310,7 +317,7 @@ class TokenizerConfig:
     tiktoken_pattern: str | None = flag(None, "how TikTokenizer splits words", choices=("v1", "v2"))
     vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer")
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
-    vocab_size: int | None = flag(None, "ids of NullTokenizer (its EOD is one more); else checked against the tokenizer's")
+    vocab_size: int | None = flag(None, "ids of NullTokenizer (its EOD is one more); else a check of the tokenizer's")
 
 
 @dataclass

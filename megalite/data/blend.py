@@ -3,8 +3,8 @@
 At every step the corpus whose realised share lags most behind its weight gives the next sample, as in Megatron-LM.
 
 The key idea of the fast order: step k looks only at (k, counts so far), and two runs of the rule that start from
-different counts soon meet. So the steps are cut into lanes that run side by side from guessed counts; a lane whose guess
-differs from where its predecessor really ended runs again from there, until all fit. The result is exact, not close.
+different counts soon meet. So the steps are cut into lanes that run side by side from guessed counts; a lane whose
+guess differs from where its predecessor really ended runs again from there, until all fit. The result is exact.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def greedy_order(shares: Sequence[float], size: int) -> np.ndarray:
     Sums in float64 exactly as megatron-core's `build_blending_indices`, so that ties fall alike.
     """
     weights = np.asarray(shares, dtype=np.float64)[:, None]
-    lanes = max(1, -(-size // _LANE_STEPS))
+    lanes = max(1, -(-size // max(_LANE_STEPS, math.isqrt(size))))
     steps = -(-size // lanes)
     starts = np.arange(lanes, dtype=np.float64) * steps
     begin = _near_counts(weights, starts)
@@ -118,9 +118,7 @@ def _near_counts(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return counts + (rank < starts - counts.sum(axis=0))
 
 
-def _run_lanes(
-    weights: np.ndarray, starts: np.ndarray, begin: np.ndarray, steps: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _run_lanes(weights: np.ndarray, starts: np.ndarray, begin: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
     """The rule itself, in all lanes at once: (counts at the end [members, lanes], picks int16 [lanes, steps])."""
     counts = begin.copy()
     picks = np.empty((steps, counts.shape[1]), dtype=np.int16)
@@ -166,14 +164,12 @@ class BlendedDataset:
         label = f"blend-of-{len(self.members)}"
         self.dataset_index, self.dataset_sample_index = cached_arrays(folder, label, key, names, build, notes)
 
-    def __getstate__(self) -> dict[str, object]:
-        arrays = (self.dataset_index, self.dataset_sample_index)
-        return {"members": self.members, "arrays": tuple(mapped_state(array) for array in arrays)}
+    def __getstate__(self) -> tuple[list[SampleSource], np.ndarray | str, np.ndarray | str]:
+        return self.members, mapped_state(self.dataset_index), mapped_state(self.dataset_sample_index)
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.members = state["members"]  # type: ignore[assignment]
-        first, second = state["arrays"]  # type: ignore[misc]
-        self.dataset_index, self.dataset_sample_index = from_mapped_state(first), from_mapped_state(second)
+    def __setstate__(self, state: tuple[list[SampleSource], np.ndarray | str, np.ndarray | str]) -> None:
+        self.members = state[0]
+        self.dataset_index, self.dataset_sample_index = (from_mapped_state(each) for each in state[1:])
 
     def __len__(self) -> int:
         return len(self.dataset_index)

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 
-def digest(content: bytes | np.ndarray) -> str:
-    """Hash of bytes or of a contiguous 1-D array's bytes, 32 hex digits."""
+def digest(content: bytes | memoryview) -> str:
+    """Hash of bytes, 32 hex digits. An array goes in as its `.data` (contiguous, one axis)."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

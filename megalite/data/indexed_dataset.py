@@ -186,7 +186,7 @@ def _missing(prefix: str, path: str) -> str:
         if prefix.endswith(suffix):
             return f"no file {path}; give the prefix without {suffix}: {prefix[: -len(suffix)]}"
     if os.path.isfile(bin_path(prefix)):
-        return f"no file {path} beside {bin_path(prefix)}; an interrupted run leaves no index, run preprocess_data.py again"
+        return f"no file {path} beside {bin_path(prefix)}; an interrupted run leaves no index, preprocess again"
     return f"no file {path}; a data path is the prefix of a .bin and .idx pair"
 
 

@@ -125,6 +125,11 @@ def preprocess(
         _require_documents(options, summary)
         for builder in builders:
             builder.finalize()
+    if max(summary.documents.values()) == 1:
+        report(
+            "note: this is one document, and a split into train, valid and test needs several; "
+            "--text-documents paragraph cuts plain text at blank lines"
+        )
     return summary
 
 

@@ -39,6 +39,9 @@ class SampleIndex:
         return len(self.shuffle_index)
 
 
+EMPTY_INDEX = SampleIndex(np.zeros(0, np.int64), np.zeros((1, 2), np.int64), np.zeros(0, np.int64))
+
+
 def _restore(*states: np.ndarray | str) -> SampleIndex:
     return SampleIndex(*(from_mapped_state(state) for state in states))
 
@@ -132,7 +135,7 @@ def load_or_build_index(
     """`build_index`, kept in `folder`. The name hashes the documents' lengths, so it depends on nothing else."""
     key = {
         "version": INDEX_VERSION,
-        "lengths": digest(np.ascontiguousarray(lengths[first:last], dtype="<i4")),
+        "lengths": digest(np.ascontiguousarray(lengths[first:last], dtype="<i4").data),
         "documents": [first, last],
         "num_samples": num_samples,
         "seq_length": seq_length,

@@ -278,6 +278,8 @@ class TikTokenizer(Tokenizer):
                 mergeable_ranks=ranks,
                 special_tokens=special,
             )
+        except FlagError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"--tokenizer-model {model}: neither Megatron's JSON vocabulary nor a .tiktoken file "

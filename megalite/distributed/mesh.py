@@ -36,7 +36,9 @@ class Mesh:
     `world`: all ranks of the layout, which may be the first ranks of a larger torch world (as in the process pool).
     """
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device, groups: dict[tuple[int, ...], dist.ProcessGroup]):
+    def __init__(
+        self, layout: Layout, rank: int, device: torch.device, groups: dict[tuple[int, ...], dist.ProcessGroup]
+    ):
         """Use `Mesh.create`; `groups` maps ranks to the process groups of this rank."""
         self.layout = layout
         self.rank = rank
@@ -56,20 +58,30 @@ class Mesh:
         return Group(ranks, ranks.index(self.rank), self._process_groups.get(ranks))
 
     @classmethod
-    def create(cls, layout: Layout, device: torch.device, *, backend: str, timeout: timedelta) -> Mesh:
+    def create(
+        cls,
+        layout: Layout,
+        device: torch.device,
+        *,
+        backend: str,
+        timeout: timedelta,
+        existing: dict[tuple[int, ...], dist.ProcessGroup] | None = None,
+    ) -> Mesh:
         """Make every process group that this rank is in. Collective over the ranks of each group.
 
         The default process group must exist where the layout has more than one rank, and this process must be one of
-        its first `layout.world_size` ranks.
+        its first `layout.world_size` ranks. Groups in `existing` are used instead of made, and new ones added to it;
+        meshes that share it must all be created in the same order on all ranks, and never closed.
         """
         rank = dist.get_rank() if layout.world_size > 1 else 0
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {} if existing is None else existing
         axes = (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp"), ("pp", "tp"), ("pp", "dp", "cp", "tp"))
         for names in axes:
             ranks = layout.group_of(rank, *names)
             if len(ranks) == 1 or ranks in groups:
                 continue
             if len(ranks) == dist.get_world_size():
+                assert dist.group.WORLD is not None
                 groups[ranks] = dist.group.WORLD
                 continue
             # Each rank makes only its own groups, all ranks in the same order of axes, so that no cycle can arise.

@@ -95,7 +95,9 @@ class Place(NamedTuple):
         return tuple(self.layout.rank_at(pp=pp, tp=tp, **at) for pp in stages for tp in tp_ranks)
 
 
-def _box(place: Place, global_start: Shape, local_start: Shape, shape: Shape, tp_ranks: Sequence[int], partial: bool) -> Box:
+def _box(
+    place: Place, global_start: Shape, local_start: Shape, shape: Shape, tp_ranks: Sequence[int], partial: bool
+) -> Box:
     """A box held at `tp_ranks` on each of the place's stages. Stage copies always hold partial gradients; copies over
     tensor-parallel ranks only where `partial`."""
     copies = place.holders(tp_ranks)

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from megalite.distributed import random
 from megalite.distributed.param_spec import Init, grouped_qkv
-from megalite.nn.attention_backend import AttentionBackend, parse_window
+from megalite.nn.attention_backend import AttentionBackend, bounded_window
 from megalite.nn.dropout import dropout
 from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.nn.module import Build, SequenceInfo, ShardedModule
@@ -26,7 +25,7 @@ from megalite.nn.norm import Norm
 from megalite.nn.rotary import rotate
 
 
-def visibility(info: SequenceInfo, queries: int, window: tuple[int, int] | None) -> Tensor | None:
+def visibility(info: SequenceInfo, queries: int, window: int | None) -> Tensor | None:
     """Bool [b or 1, 1, s, s]: which keys each query sees. None where the plain causal rule is all."""
     if info.visible is not None:
         return info.visible
@@ -36,7 +35,7 @@ def visibility(info: SequenceInfo, queries: int, window: tuple[int, int] | None)
     distance = index[:, None] - index[None, :]
     visible = distance >= 0
     if window is not None:
-        visible = visible & (distance <= window[0])
+        visible = visible & (distance <= window)
     visible = visible[None, None]
     if info.document_ids is not None:
         same = info.document_ids[:, None, :, None] == info.document_ids[:, None, None, :]
@@ -83,7 +82,7 @@ class CoreAttention:
     def __init__(self, build: Build, backend: AttentionBackend, layer: int):
         self.backend = backend
         self.layer = layer
-        self.window = parse_window(build.config.window_size)
+        self.window = bounded_window(build.config)
         self.drop = build.config.attention_dropout
         self.wide = build.precision.wide
         assert build.config.num_attention_heads is not None
@@ -120,12 +119,14 @@ class CoreAttention:
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, info: SequenceInfo) -> Tensor:
         """Flash attention over documents laid end to end; no mask in memory."""
+        from torch.nn.attention.varlen import varlen_attn  # here, since importing it loads torch's compiler
+
         length, batch = q.shape[:2]
         borders = info.document_borders
         if borders is None:
             borders = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
-        left = self.window[0] if self.window is not None else -1
+        left = -1 if self.window is None else self.window
         out = varlen_attn(
             q, k, v, borders, borders, length, length, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1]
         )

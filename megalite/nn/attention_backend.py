@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch.nn.attention import SDPBackend
 
-from megalite.config.schema import RunConfig
+from megalite.config.resolve import parse_window
+from megalite.config.schema import ModelConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -23,19 +24,17 @@ class AttentionBackend:
     reason: str
 
 
-def parse_window(text: str | None) -> tuple[int, int] | None:
-    """`LEFT,RIGHT` → tokens visible before and after; -1: no bound. None where nothing is bounded."""
-    if text is None:
-        return None
-    left, right = (int(part) for part in text.strip("() ").split(","))
-    return None if left < 0 else (left, right)
+def bounded_window(config: ModelConfig) -> int | None:
+    """How many earlier tokens a query sees besides its own. None: all. (The causal rule bounds the other side.)"""
+    left = -1 if config.window_size is None else parse_window(config.window_size)[0]
+    return None if left < 0 else left
 
 
 def choose_backend(config: RunConfig, device_type: str) -> AttentionBackend:
     """The kernel for a resolved configuration. A ValueError says why a request can't be honoured."""
     model, asked = config.model, config.model.attention_backend
     half = config.precision.bf16 or config.precision.fp16
-    masked = config.data.reset_attention_mask or parse_window(model.window_size) is not None
+    masked = config.data.reset_attention_mask or bounded_window(model) is not None
     drops = model.attention_dropout > 0.0
     if asked in ("unfused", "local"):
         return AttentionBackend("unfused", (), f"--attention-backend {asked}")

@@ -71,9 +71,9 @@ class FlatBuffer:
         slot.parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
         def move(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            main_grad.add_(parameter.grad)
-            parameter.grad = None
+            if parameter.grad is not None:  # None where the layer accumulated into main_grad itself
+                main_grad.add_(parameter.grad)
+                parameter.grad = None
 
         slot.parameter.register_post_accumulate_grad_hook(move)
 

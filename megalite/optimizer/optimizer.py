@@ -165,4 +165,4 @@ class Optimizer:
         """Restore the count of updates."""
         if self.config.optimizer == "adam":
             for flat in self._flat:
-                self.torch_optimizer.state[flat]["step"] = torch.tensor(float(steps), dtype=torch.float32, device=flat.device)
+                self.torch_optimizer.state[flat]["step"] = torch.tensor(float(steps), device=flat.device)

@@ -10,40 +10,39 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megalite.config.batches import batch_size_at, batch_size_stages
 from megalite.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The global batch size while it ramps up: `start`, then `increment` more at even spacings over `ramp_samples`."""
+    """The global batch size: `stages` [(first sample, size), ...], the last of which never ends."""
 
-    final: int
-    start: int
-    increment: int
-    ramp_samples: int
+    stages: tuple[tuple[int, int], ...]
 
     @classmethod
     def from_config(cls, config: RunConfig) -> BatchSchedule:
-        final = config.training.global_batch_size
-        assert final is not None
-        if config.training.rampup_batch_size is None:
-            return cls(final, final, 0, 0)
-        start, increment, samples = config.training.rampup_batch_size
-        return cls(final, start, increment, samples)
+        """Of a resolved configuration: constant, ramped up or by steps."""
+        return cls(tuple(batch_size_stages(config.training, config.data.seq_length)))
+
+    @property
+    def final(self) -> int:
+        return self.stages[-1][1]
 
     def at(self, consumed: int) -> int:
         """Global batch size of the step that begins after `consumed` samples."""
-        if self.start >= self.final or consumed >= self.ramp_samples:
-            return self.final
-        steps = (self.final - self.start) // self.increment
-        return min(self.final, self.start + int(consumed * steps / self.ramp_samples) * self.increment)
+        return batch_size_at(list(self.stages), consumed)
+
+    def is_final(self, consumed: int) -> bool:
+        """Whether the size will not change any more."""
+        return consumed >= self.stages[-1][0]
 
     def samples_after(self, iterations: int) -> int:
         """Samples consumed by the first `iterations` steps."""
         consumed = 0
         for done in range(iterations):
             size = self.at(consumed)
-            if size == self.final:
+            if self.is_final(consumed):
                 return consumed + (iterations - done) * self.final
             consumed += size
         return consumed
@@ -53,7 +52,7 @@ class BatchSchedule:
         consumed = iterations = 0
         while consumed < samples:
             size = self.at(consumed)
-            if size == self.final:
+            if self.is_final(consumed):
                 return iterations + (samples - consumed) // self.final
             consumed += size
             iterations += 1

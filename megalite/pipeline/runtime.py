@@ -32,8 +32,10 @@ Recorder = Callable[[Action, float, float], None]
 class PipelineRuntime:
     """Runs lists of actions on an executor."""
 
-    def __init__(self, executor: Executor, recorder: Recorder | None = None):
+    def __init__(self, executor: Executor, recorder: Recorder | None = None, wait: Callable[[], None] | None = None):
+        """`wait`: called before a time is taken, so that work queued on a device is counted where it belongs."""
         self.recorder = recorder
+        self.wait = wait
         self.handlers: dict[str, Callable[[int, int], None]] = {
             FORWARD: executor.forward,
             BACKWARD: executor.backward,
@@ -42,7 +44,12 @@ class PipelineRuntime:
     def run(self, actions: Iterable[Action]) -> None:
         """Execute `actions` in order. An unknown kind raises a KeyError."""
         for action in actions:
-            begin = time.perf_counter()
+            begin = self._now()
             self.handlers[action.kind](action.chunk, action.microbatch)
             if self.recorder is not None:
-                self.recorder(action, begin * 1e3, time.perf_counter() * 1e3)
+                self.recorder(action, begin, self._now())
+
+    def _now(self) -> float:
+        if self.recorder is not None and self.wait is not None:
+            self.wait()
+        return time.perf_counter() * 1e3

@@ -1,0 +1,68 @@
+# Every target works as the first command on a machine with git, make and Python >= 3.11 with its venv module.
+# make PYTHON=python3.12 test     another interpreter
+# make test PYTEST_ARGS="tests/nn -k norm"
+# pip's own configuration (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...) is honoured.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+# requirements.lock pins every version; what is installed is what setup.py asks for. Build isolation is off, because it
+# would download a setuptools of its own for each build.
+PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check -c requirements.lock
+METADATA := setup.py pyproject.toml requirements.lock
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test lint bench clean
+# Targets given together (make lint test) run in the order given.
+.NOTPARALLEL:
+# A step that fails leaves no target that looks finished.
+.DELETE_ON_ERROR:
+
+help: ## show this list
+	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed ## create .venv and install megalite into it
+
+quickstart: $(VENV)/.installed ## train a small GPT on real text and let it write, in under 10 minutes
+	$(PY) tools/quickstart.py
+
+test: $(VENV)/.installed-dev ## run the whole test suite (PYTEST_ARGS="...")
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev ## ruff, format, types and the project's own rules
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) tests/lint_rules.py
+
+bench: $(VENV)/.installed-dev ## run the benchmarks (BENCH_ARGS="...")
+	$(PY) benchmarks/run.py $(BENCH_ARGS)
+
+clean: ## remove .venv, caches and build outputs; runs/ stays
+	rm -rf $(VENV) build dist megalite.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@command -v $(PYTHON) >/dev/null || \
+		{ echo "make: no '$(PYTHON)' here: install Python 3.11 or newer, or name one: make PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "make: $$($(PYTHON) --version 2>&1) is too old, megalite needs 3.11 or newer: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "make: $(PYTHON) lacks the venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.build-tools: $(VENV)/.created requirements.lock
+	$(PIP_INSTALL) setuptools
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.build-tools $(METADATA)
+	$(PIP_INSTALL) --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.build-tools $(METADATA)
+	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	@touch $@ $(VENV)/.installed

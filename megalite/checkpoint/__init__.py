@@ -1,0 +1,1 @@
+"""Checkpoints: sharded save and load in global coordinates, tracker, retention."""

@@ -1,0 +1,61 @@
+"""The global batch size as a function of consumed samples: constant, ramped up, or by steps.
+
+All three are one list of stages, [(first sample, batch size), ...]: from `first sample` consumed samples on, a step
+takes `batch size` sequences. Nothing here knows iterations, so a resumed run finds its batch size by itself.
+"""
+
+from __future__ import annotations
+
+from megalite.config.schema import TrainingConfig
+
+_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def batch_size_stages(training: TrainingConfig, seq_length: int | None) -> list[tuple[int, int]]:
+    """The stages of a run. `seq_length` turns the tokens of --step-batch-size-schedule into samples.
+
+    A ValueError says what is wrong with a schedule. Sources: Megatron-LM's batch-size ramp-up (START, INCREMENT and
+    SAMPLES: the batch grows by INCREMENT each time that an equal share of SAMPLES is consumed) and step schedule.
+    """
+    if training.step_batch_size_schedule:
+        return _steps(training.step_batch_size_schedule, seq_length)
+    last = training.global_batch_size
+    if last is None:
+        raise ValueError("--global-batch-size is missing")
+    if not training.rampup_batch_size:
+        return [(0, last)]
+    start, increment, samples = training.rampup_batch_size
+    growths = (last - start) // increment
+    stages = {0: start}
+    for k in range(1, growths + 1):
+        stages[-(-k * samples // growths)] = start + k * increment  # the ceiling; a later growth at the same place wins
+    return sorted(stages.items())
+
+
+def batch_size_at(stages: list[tuple[int, int]], consumed_samples: int) -> int:
+    """The global batch size of the step that begins after `consumed_samples`."""
+    return next(size for first, size in reversed(stages) if consumed_samples >= first)
+
+
+def _steps(entries: list[str], seq_length: int | None) -> list[tuple[int, int]]:
+    stages = []
+    for entry in " ".join(entries).replace(",", " ").split():
+        threshold, colon, size = entry.partition(":")
+        if not colon:
+            raise ValueError(f"{entry} is not TOKENS:SIZE")
+        stages.append((int(_number(threshold) // (seq_length or 1)), int(_number(size))))
+    stages.sort(key=lambda stage: stage[0])
+    if not stages or stages[0][0] != 0:
+        raise ValueError("the first step must be at 0 tokens")
+    firsts = [first for first, _ in stages]
+    if len(set(firsts)) < len(firsts):
+        raise ValueError("two steps are less than a sequence apart")
+    return stages
+
+
+def _number(text: str) -> float:
+    factor = _SUFFIXES.get(text[-1:].upper(), 1)
+    try:
+        return float(text[:-1] if factor != 1 else text) * factor
+    except ValueError:
+        raise ValueError(f"{text} is not a number with one of the suffixes K, M, B, T") from None

@@ -1,0 +1,113 @@
+"""Everything that can be wrong with a configuration, found before any process group exists.
+
+Key idea: a setting is honoured or refused, never ignored. `check` finds what could not run anywhere, `not_built` what
+megalite can't run yet, `without_effect` what runs but does nothing. All three return plain lines for the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.check_network import layout_problems, model_problems, precision_problems
+from megalite.config.check_run import (
+    batch_problems,
+    checkpoint_problems,
+    data_problems,
+    learning_rate_problems,
+    reporting_problems,
+    tokenizer_problems,
+    training_problems,
+)
+from megalite.config.fields import all_fields, get
+from megalite.config.limits import problems_of_values
+from megalite.config.schema import RunConfig
+
+# Values beside the default with which a planned feature stays off.
+NEUTRAL = {
+    "layout.data_parallel_sharding_strategy": "no_shard",
+    "layout.num_virtual_stages_per_pipeline_rank": 1,
+}
+BUILT_SCHEDULES = ("auto", "1f1b")
+
+
+def check(config: RunConfig, world_size: int) -> list[str]:
+    """All problems of a configuration, given or resolved, in a world of so many processes; empty: it can run.
+
+    Each line names the flag, its value and what would be valid.
+    """
+    values = list(problems_of_values(config))
+    if values:
+        return values  # what follows divides by these numbers
+    return [
+        *_missing(config),
+        *model_problems(config),
+        *layout_problems(config, world_size),
+        *precision_problems(config),
+        *batch_problems(config, world_size),
+        *training_problems(config),
+        *learning_rate_problems(config),
+        *data_problems(config),
+        *tokenizer_problems(config),
+        *checkpoint_problems(config),
+        *reporting_problems(config),
+    ]
+
+
+def not_built(config: RunConfig) -> list[str]:
+    """One line for each setting whose feature isn't built yet."""
+    lines = []
+    for field in all_fields().values():
+        value = get(config, field.path)
+        if field.planned and value != field.default and value != NEUTRAL.get(field.path, field.default):
+            lines.append(f"{field.show(value)}: {field.planned} is not built yet")
+    if config.layout.pipeline_schedule not in BUILT_SCHEDULES:
+        lines.append(f"--pipeline-schedule {config.layout.pipeline_schedule}: this schedule is not built yet")
+    return lines
+
+
+def without_effect(config: RunConfig) -> list[str]:
+    """One line for each setting that was made but can't matter beside the others."""
+    lines, fields = [], all_fields()
+    for why, paths in _idle_settings(config):
+        for path in paths:
+            value = get(config, path)
+            if value != fields[path].default:
+                lines.append(f"{fields[path].show(value)} has no effect {why}")
+    return lines
+
+
+def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
+    if not config.precision.fp16:
+        names = ["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"]
+        yield "without --fp16", [f"precision.{name}" for name in names]
+    kind = config.tokenizer.tokenizer_type
+    if kind is not None and kind != "TikTokenizer":
+        yield f"with --tokenizer-type {kind}", ["tokenizer.tiktoken_pattern"]
+    if kind is not None and kind != "GPT2BPETokenizer":
+        yield f"with --tokenizer-type {kind}", ["tokenizer.vocab_file", "tokenizer.merge_file"]
+    if kind in ("GPT2BPETokenizer", "NullTokenizer"):
+        yield f"with --tokenizer-type {kind}", ["tokenizer.tokenizer_model"]
+    if config.optimizer.optimizer != "sgd":
+        yield "without --optimizer sgd", ["optimizer.sgd_momentum"]
+    if config.optimizer.optimizer != "adam":
+        yield "without --optimizer adam", ["optimizer.adam_beta1", "optimizer.adam_beta2", "optimizer.adam_eps"]
+    if config.logging.tensorboard_dir is None:
+        yield "without --tensorboard-dir", ["logging.tensorboard_log_interval", "logging.log_memory_to_tensorboard"]
+    if not config.logging.profile:
+        yield "without --profile", ["logging.profile_step_start", "logging.profile_step_end"]
+    if not config.model.use_rope_scaling:
+        yield "without --use-rope-scaling", ["model.rope_scaling_factor"]
+    if config.learning_rate.lr_decay_style != "WSD":
+        yield "without --lr-decay-style WSD", ["learning_rate.lr_wsd_decay_style"]
+
+
+def _missing(config: RunConfig) -> Iterator[str]:
+    fields = all_fields()
+    needed = ["model.num_layers", "model.hidden_size", "model.num_attention_heads", "data.seq_length"]
+    needed += ["training.micro_batch_size"]
+    if not config.validation.skip_train:
+        needed += ["learning_rate.lr"]
+    for path in needed:
+        if get(config, path) is None:
+            preset = " (or --preset, which gives the network)" if path.startswith("model.") else ""
+            yield f"{fields[path].option} is missing{preset}"

@@ -1,0 +1,223 @@
+"""Combinations of flags that can't work: the network, how it is cut over processes, and its number formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.fields import all_fields, get
+from megalite.config.resolve import data_parallel_size, parse_window, pipeline_units, virtual_stages
+from megalite.config.schema import RunConfig
+
+
+def model_problems(config: RunConfig) -> Iterator[str]:
+    """Problems of the network alone."""
+    yield from _shape_problems(config)
+    yield from _position_problems(config)
+    model = config.model
+    activations = ("swiglu", "squared_relu", "openai_gelu")
+    chosen = [name for name in activations if getattr(model, name)]
+    if len(chosen) > 1:
+        flags = " and ".join("--" + name.replace("_", "-") for name in chosen)
+        yield f"{flags} exclude each other: choose one activation"
+    if model.window_size is not None:
+        yield from _window_problems(model.window_size)
+
+
+def _shape_problems(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if heads is None:
+        return
+    if model.kv_channels is None and model.hidden_size is not None and model.hidden_size % heads:
+        yield (
+            f"--num-attention-heads {heads} does not divide --hidden-size {model.hidden_size}; "
+            "choose a divisor, or give the width of a head with --kv-channels"
+        )
+    if model.group_query_attention:
+        if heads % groups:
+            yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}"
+    elif groups not in (1, heads):
+        yield f"--num-query-groups {groups} needs --group-query-attention"
+
+
+def _position_problems(config: RunConfig) -> Iterator[str]:
+    model, length, fields = config.model, config.data.seq_length, all_fields()
+    kind, rows = model.position_embedding_type, model.max_position_embeddings
+    if rows is None and kind == "learned_absolute":
+        yield "--max-position-embeddings is missing: learned positions need the longest sequence"
+    if rows is not None and length is not None and length > rows:
+        yield f"--seq-length {length} is longer than --max-position-embeddings {rows}"
+    if kind != "rope":
+        names = "rotary_base rotary_percent rotary_interleaved use_rope_scaling rotary_seq_len_interpolation_factor"
+        for path in (f"model.{name}" for name in names.split()):
+            if get(config, path) != fields[path].default:
+                yield f"{fields[path].show(get(config, path))} needs --position-embedding-type rope, not {kind}"
+        return
+    width = model.kv_channels
+    if width is None and model.hidden_size is not None and model.num_attention_heads:
+        width = model.hidden_size // model.num_attention_heads
+    if width is not None:
+        rotated = int(width * model.rotary_percent)
+        if rotated < 2 or rotated % 2:
+            yield (
+                f"--rotary-percent {model.rotary_percent} of a head's {width} channels (--kv-channels) is {rotated}: "
+                "rotary positions turn pairs, so an even number, at least 2"
+            )
+
+
+def _window_problems(text: str) -> Iterator[str]:
+    try:
+        left, right = parse_window(text)
+    except ValueError as error:
+        yield f"--window-size: {error}"
+        return
+    if left < -1:
+        yield f"--window-size {text}: LEFT is a number of tokens, or -1 for no bound"
+    if right not in (0, -1):
+        yield f"--window-size {text}: RIGHT must be 0 or -1, since no token sees a later one"
+
+
+def layout_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Problems of cutting this network over this many processes."""
+    layout = config.layout
+    tp, pp, cp = (
+        layout.tensor_model_parallel_size,
+        layout.pipeline_model_parallel_size,
+        layout.context_parallel_size,
+    )
+    if data_parallel_size(layout, world_size) == 0:
+        yield (
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x --context-parallel-size {cp} "
+            f"= {tp * pp * cp} does not divide the world size {world_size}: "
+            f"start a multiple of {tp * pp * cp} processes or change the layout"
+        )
+    yield from _tensor_problems(config)
+    yield from _pipeline_problems(config)
+    if cp > 1 and config.data.seq_length is not None and config.data.seq_length % (2 * cp):
+        yield f"--seq-length {config.data.seq_length} is not a multiple of 2 x --context-parallel-size {cp}"
+    if layout.device == "cpu" and layout.distributed_backend == "nccl":
+        yield "--distributed-backend nccl needs CUDA: with --device cpu use gloo"
+    yield from _sharding_problems(config)
+
+
+def _tensor_problems(config: RunConfig) -> Iterator[str]:
+    layout, model = config.layout, config.model
+    tp = layout.tensor_model_parallel_size
+    if tp == 1:
+        return
+    flag = f"--tensor-model-parallel-size {tp}"
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if heads is not None and heads % tp:
+        yield f"{flag} does not divide --num-attention-heads {heads}"
+    if model.group_query_attention and groups % tp and tp % groups:
+        yield f"{flag} and --num-query-groups {groups}: one must divide the other"
+    if model.ffn_hidden_size is not None and model.ffn_hidden_size % tp:
+        yield f"{flag} does not divide --ffn-hidden-size {model.ffn_hidden_size}"
+    length = config.data.seq_length
+    shares = tp * layout.context_parallel_size
+    if layout.sequence_parallel and length is not None and length % shares:
+        cut = flag if layout.context_parallel_size == 1 else f"{flag} x --context-parallel-size {shares // tp}"
+        yield f"--sequence-parallel: {cut} does not divide --seq-length {length}"
+
+
+def _pipeline_problems(config: RunConfig) -> Iterator[str]:
+    layout, model = config.layout, config.model
+    pp, chunks, units = layout.pipeline_model_parallel_size, virtual_stages(config), pipeline_units(config)
+    first, last = layout.decoder_first_pipeline_num_layers, layout.decoder_last_pipeline_num_layers
+    uneven = first is not None or last is not None
+    counted = layout.account_for_embedding_in_pipeline_split or layout.account_for_loss_in_pipeline_split
+    per_chunk = layout.num_layers_per_virtual_pipeline_stage
+    if pp == 1:
+        if uneven or counted or per_chunk is not None or chunks > 1:
+            yield "flags that cut the layers into pipeline stages need --pipeline-model-parallel-size above 1"
+        return
+    if per_chunk is not None and layout.num_virtual_stages_per_pipeline_rank not in (None, _chunks_of(config)):
+        yield "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank: give only one"
+    yield from _schedule_problems(config, chunks)
+    if model.num_layers is None:
+        return
+    flag = f"--pipeline-model-parallel-size {pp}"
+    if uneven and (counted or per_chunk is not None):
+        yield (
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers exclude the "
+            "--account-for-*-in-pipeline-split flags and --num-layers-per-virtual-pipeline-stage"
+        )
+    elif uneven:
+        yield from _uneven_problems(model.num_layers, pp, chunks, first, last)
+    elif units % pp:
+        extra = " (with the embedding or output layer counted)" if counted else ""
+        hint = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers cut unevenly"
+        yield f"{flag} does not divide --num-layers {model.num_layers}{extra}; {hint}"
+    elif per_chunk is not None and units // pp % per_chunk:
+        yield f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide a stage's {units // pp} layers"
+    elif units // pp % chunks:
+        yield f"--num-virtual-stages-per-pipeline-rank {chunks} does not divide a stage's {units // pp} layers"
+
+
+def _chunks_of(config: RunConfig) -> int:
+    """Chunks per rank that --num-layers-per-virtual-pipeline-stage makes."""
+    per_rank = pipeline_units(config) // config.layout.pipeline_model_parallel_size
+    return per_rank // (config.layout.num_layers_per_virtual_pipeline_stage or 1)
+
+
+def _uneven_problems(layers: int, pp: int, chunks: int, first: int | None, last: int | None) -> Iterator[str]:
+    rest = layers - (first or 0) - (last or 0)
+    stages = pp - (first is not None) - (last is not None)
+    if rest < 0 or (stages == 0 and rest) or (stages and rest % stages):
+        yield (
+            f"--decoder-first-pipeline-num-layers {first} and --decoder-last-pipeline-num-layers {last} "
+            f"leave {rest} of --num-layers {layers} for {stages} stages"
+        )
+    elif any(count % chunks for count in (first or 0, last or 0, rest // stages if stages else 0)):
+        yield f"--num-virtual-stages-per-pipeline-rank {chunks} does not divide the layers of every stage"
+
+
+def _schedule_problems(config: RunConfig, chunks: int) -> Iterator[str]:
+    layout = config.layout
+    schedule, group = layout.pipeline_schedule, layout.microbatch_group_size_per_virtual_pipeline_stage
+    if schedule == "interleaved" and chunks == 1:
+        yield "--pipeline-schedule interleaved needs --num-virtual-stages-per-pipeline-rank above 1"
+    if schedule not in ("auto", "interleaved") and chunks > 1:
+        yield f"--pipeline-schedule {schedule} has one chunk per rank: leave out the virtual stages or use interleaved"
+    if group is not None and chunks == 1:
+        yield f"--microbatch-group-size-per-virtual-pipeline-stage {group} needs virtual stages"
+    elif group is not None and group < layout.pipeline_model_parallel_size:
+        yield (
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below "
+            f"--pipeline-model-parallel-size {layout.pipeline_model_parallel_size}"
+        )
+
+
+def _sharding_problems(config: RunConfig) -> Iterator[str]:
+    layout = config.layout
+    if layout.use_distributed_optimizer and layout.data_parallel_sharding_strategy == "no_shard":
+        yield "--use-distributed-optimizer shards, so --data-parallel-sharding-strategy no_shard contradicts it"
+    if layout.overlap_param_gather and not _shards(config):
+        yield "--overlap-param-gather needs --use-distributed-optimizer"
+    if layout.overlap_param_gather and not layout.overlap_grad_reduce:
+        yield "--overlap-param-gather needs --overlap-grad-reduce"
+
+
+def _shards(config: RunConfig) -> bool:
+    layout = config.layout
+    return layout.use_distributed_optimizer or layout.data_parallel_sharding_strategy not in (None, "no_shard")
+
+
+def precision_problems(config: RunConfig) -> Iterator[str]:
+    """Problems of the number formats."""
+    precision, fields = config.precision, all_fields()
+    chosen = [name for name in ("bf16", "fp16", "fp64") if getattr(precision, name)]
+    if len(chosen) > 1:
+        yield f"{' and '.join('--' + name for name in chosen)} exclude each other: choose one"
+    start, least = precision.initial_loss_scale, precision.min_loss_scale
+    if precision.fp16 and precision.loss_scale is None and start < least:
+        yield f"--initial-loss-scale {start} is below --min-loss-scale {least}"
+    if precision.grad_reduce_in_bf16 and not precision.bf16:
+        yield "--grad-reduce-in-bf16 needs --bf16"
+    if precision.fp8_format is None:
+        fp8 = [path for path in fields if path.startswith("precision.fp8_")]
+        for path in [*fp8, "precision.first_last_layers_bf16"]:
+            if get(config, path) != fields[path].default:
+                yield f"{fields[path].show(get(config, path))} needs --fp8-format"
+    if precision.fp8_param_gather and not _shards(config):
+        yield "--fp8-param-gather needs --use-distributed-optimizer"

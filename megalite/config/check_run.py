@@ -1,0 +1,262 @@
+"""Combinations of flags that can't work: batches, the loop, learning rate, data, tokenizer, checkpoints, reporting."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from megalite.config.batches import batch_size_stages
+from megalite.config.fields import all_fields, get
+from megalite.config.resolve import DEFAULT_TOKENIZER, data_parallel_size, parse_split
+from megalite.config.schema import RunConfig
+
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+TOKENIZER_NEEDS = {
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "TikTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+
+
+def _needs(config: RunConfig, needed: bool, reason: str, *paths: str) -> Iterator[str]:
+    """One line for each of `paths` that was set although what it needs is absent."""
+    fields = all_fields()
+    for path in paths:
+        if not needed and get(config, path) != fields[path].default:
+            yield f"{fields[path].show(get(config, path))} needs {reason}"
+
+
+# -------------------------------------------------------------------------------------------------------- batches
+
+
+def batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Batch sizes that don't divide over the data-parallel ranks, and schedules of them."""
+    training, replicas = config.training, data_parallel_size(config.layout, world_size)
+    if training.micro_batch_size is None or replicas == 0:
+        return
+    per_step = training.micro_batch_size * replicas
+    whole = f"--micro-batch-size {training.micro_batch_size} x {replicas} data-parallel ranks = {per_step}"
+    size = training.global_batch_size
+    if training.step_batch_size_schedule:
+        yield from _step_problems(config, per_step, whole)
+    elif size is not None and size % per_step:
+        yield f"--global-batch-size {size} is not a multiple of {whole}"
+    elif training.rampup_batch_size is not None:
+        yield from _rampup_problems(training.rampup_batch_size, size or per_step, per_step, whole)
+
+
+def _rampup_problems(rampup: list[int], last: int, per_step: int, whole: str) -> Iterator[str]:
+    flag = f"--rampup-batch-size {' '.join(str(number) for number in rampup)}"
+    if len(rampup) != 3:
+        yield f"{flag}: three numbers are needed, START INCREMENT SAMPLES"
+        return
+    start, increment, samples = rampup
+    if start < 1 or increment < 1 or samples < 0:
+        yield f"{flag}: START and INCREMENT must be at least 1, SAMPLES not negative"
+        return
+    if start > last:
+        yield f"{flag}: START is above --global-batch-size {last}"
+    elif (last - start) % increment:
+        yield f"{flag}: INCREMENT does not divide --global-batch-size {last} - START = {last - start}"
+    for name, number in (("START", start), ("INCREMENT", increment)):
+        if number % per_step:
+            yield f"{flag}: {name} is not a multiple of {whole}"
+
+
+def _step_problems(config: RunConfig, per_step: int, whole: str) -> Iterator[str]:
+    training = config.training
+    try:
+        stages = batch_size_stages(training, config.data.seq_length)
+    except ValueError as error:
+        yield f"--step-batch-size-schedule: {error}"
+        return
+    for _, size in stages:
+        if size < 1 or size % per_step:
+            yield f"--step-batch-size-schedule: {size} is not a multiple of {whole}"
+    last = stages[-1][1]
+    if training.global_batch_size not in (None, last):
+        yield f"--global-batch-size {training.global_batch_size} is not the last of --step-batch-size-schedule, {last}"
+    if training.rampup_batch_size:
+        yield "--step-batch-size-schedule and --rampup-batch-size exclude each other"
+
+
+# ------------------------------------------------------------------------------------------------ loop, schedules
+
+
+def training_problems(config: RunConfig) -> Iterator[str]:
+    """Length of training, recomputation, weight decay."""
+    training, optimizer = config.training, config.optimizer
+    if training.train_iters is None and training.train_samples is None and not config.validation.skip_train:
+        yield "--train-iters or --train-samples is missing"
+    yield from _recompute_problems(config)
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if optimizer.weight_decay_incr_style == "constant":
+        for name, value in (("start", start), ("end", end)):
+            if value not in (None, optimizer.weight_decay):
+                yield f"--{name}-weight-decay {value} needs --weight-decay-incr-style linear or cosine"
+    elif start is None or end is None:
+        style = optimizer.weight_decay_incr_style
+        yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
+    elif end < start:
+        yield f"--end-weight-decay {end} is below --start-weight-decay {start}"
+
+
+def _recompute_problems(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    granularity, method = training.recompute_granularity, training.recompute_method
+    if training.recompute_activations and granularity == "full":
+        yield "--recompute-activations means --recompute-granularity selective, not full"
+    if granularity == "full" and (method is None or training.recompute_num_layers is None):
+        yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
+    if granularity != "full":
+        paths = ("training.recompute_method", "training.recompute_num_layers")
+        yield from _needs(config, False, "--recompute-granularity full", *paths)
+    selective = granularity == "selective" or training.recompute_activations
+    yield from _needs(config, selective, "--recompute-granularity selective", "training.recompute_modules")
+    for module in training.recompute_modules or []:
+        if module not in RECOMPUTE_MODULES:
+            yield f"--recompute-modules {module}: valid are {', '.join(RECOMPUTE_MODULES)}"
+
+
+def learning_rate_problems(config: RunConfig) -> Iterator[str]:
+    """The learning rate's schedule: its unit, its length, its order of sizes."""
+    rate, training = config.learning_rate, config.training
+    yield from _unit_problems(config)
+    if rate.lr is not None:
+        for flag, value in (("--min-lr", rate.min_lr), ("--lr-warmup-init", rate.lr_warmup_init)):
+            if value > rate.lr:
+                yield f"{flag} {value} is above --lr {rate.lr}"
+    yield from _needs(config, rate.decoupled_lr is not None, "--decoupled-lr", "learning_rate.decoupled_min_lr")
+    if rate.decoupled_lr is not None and (rate.decoupled_min_lr or 0) > rate.decoupled_lr:
+        yield f"--decoupled-min-lr {rate.decoupled_min_lr} is above --decoupled-lr {rate.decoupled_lr}"
+    if rate.override_opt_param_scheduler and rate.use_checkpoint_opt_param_scheduler:
+        yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other"
+    for unit, warmup, decay, wsd in (
+        ("iters", rate.lr_warmup_iters, rate.lr_decay_iters or training.train_iters, rate.lr_wsd_decay_iters),
+        ("samples", rate.lr_warmup_samples, rate.lr_decay_samples or training.train_samples, rate.lr_wsd_decay_samples),
+    ):
+        if decay is not None and warmup >= decay:
+            yield f"--lr-warmup-{unit} {warmup} must be below --lr-decay-{unit} (default --train-{unit}) {decay}"
+        if wsd is not None and decay is not None and wsd > decay:
+            yield f"--lr-wsd-decay-{unit} {wsd} is above --lr-decay-{unit} (default --train-{unit}) {decay}"
+
+
+def _unit_problems(config: RunConfig) -> Iterator[str]:
+    """Iterations or samples, never both."""
+    rate, training = config.learning_rate, config.training
+    by_iters, by_samples = training.train_iters is not None, training.train_samples is not None
+    if by_iters and by_samples:
+        yield "--train-iters and --train-samples exclude each other"
+        return
+    unit, other = ("iters", "samples") if by_iters else ("samples", "iters")
+    if by_iters or by_samples:
+        for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
+            yield from _needs(config, False, f"--train-{other}, but --train-{unit} was given", f"learning_rate.{name}")
+    for warmup in ("lr_warmup_iters", "lr_warmup_samples"):
+        if rate.lr_warmup_fraction is not None and getattr(rate, warmup):
+            yield f"--lr-warmup-fraction and --{warmup.replace('_', '-')} exclude each other"
+    wsd = (rate.lr_wsd_decay_iters, rate.lr_wsd_decay_samples)
+    if rate.lr_decay_style == "WSD" and wsd == (None, None):
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}"
+    if rate.lr_decay_style != "WSD" and wsd != (None, None):
+        yield "--lr-wsd-decay-iters and --lr-wsd-decay-samples need --lr-decay-style WSD"
+
+
+# ------------------------------------------------------------------------------------------------ data, tokenizer
+
+
+def data_problems(config: RunConfig) -> Iterator[str]:
+    """One source of data, and its split."""
+    data = config.data
+    split_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    sources = {
+        "--mock-data": data.mock_data,
+        "--data-path": data.data_path is not None,
+        "--data-args-path": data.data_args_path is not None,
+        "--train-data-path, --valid-data-path, --test-data-path": any(path is not None for path in split_paths),
+    }
+    chosen = [flag for flag, given in sources.items() if given]
+    if not chosen:
+        yield f"no data: give one of {'; '.join(sources)}"
+    elif len(chosen) > 1:
+        yield f"{' and '.join(chosen)} exclude each other: choose one source of data"
+    elif any(split_paths) and data.train_data_path is None and not config.validation.skip_train:
+        yield "--train-data-path is missing beside --valid-data-path or --test-data-path"
+    if data.split is not None:
+        if any(split_paths):
+            yield f"--split {data.split} cuts --data-path, but each split has a path of its own"
+        try:
+            parse_split(data.split)
+        except ValueError as error:
+            yield f"--split: {error}"
+    for path in ("data.data_path", "data.train_data_path", "data.valid_data_path", "data.test_data_path"):
+        yield from _blend_problems(all_fields()[path].option, get(config, path) or [])
+
+
+def _blend_problems(flag: str, words: list[str]) -> Iterator[str]:
+    """PREFIX, PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ..."""
+    weights = [_as_number(word) for word in words[0::2]]
+    if len(words) < 2 or all(weight is None for weight in weights):
+        return
+    if None in weights:
+        word = words[2 * weights.index(None)]
+        yield f"{flag}: {word!r} stands where a weight must; write WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes alone"
+    elif len(words) % 2:
+        yield f"{flag}: the last weight, {words[-1]}, has no prefix"
+    elif not all(0 <= weight < float("inf") for weight in weights if weight is not None):
+        yield f"{flag}: weights must be finite and not negative: {' '.join(words[0::2])}"
+    elif not any(weights):
+        yield f"{flag}: all weights are 0"
+
+
+def _as_number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def tokenizer_problems(config: RunConfig) -> Iterator[str]:
+    """The files and numbers that a kind of tokenizer needs."""
+    given = config.tokenizer.tokenizer_type
+    kind = given or DEFAULT_TOKENIZER
+    default = "" if given else " (the default)"
+    for name in TOKENIZER_NEEDS[kind]:
+        if getattr(config.tokenizer, name) is None:
+            yield f"--tokenizer-type {kind}{default} needs --{name.replace('_', '-')}"
+
+
+# ------------------------------------------------------------------------------------------ checkpoints, reporting
+
+
+def checkpoint_problems(config: RunConfig) -> Iterator[str]:
+    """Saving needs a folder and an interval, loading a folder."""
+    checkpoint = config.checkpoint
+    saves = ("save_interval", "save_retain_interval", "keep_last_checkpoints", "async_save")
+    yield from _needs(config, checkpoint.save is not None, "--save", *(f"checkpoint.{name}" for name in saves))
+    if checkpoint.save is not None and checkpoint.save_interval is None:
+        yield f"--save {checkpoint.save} needs --save-interval"
+    interval, retain = checkpoint.save_interval, checkpoint.save_retain_interval
+    if interval is not None and retain is not None and retain % interval:
+        yield f"--save-retain-interval {retain} is not a multiple of --save-interval {interval}"
+    loads = ("ckpt_step", "exit_on_missing_checkpoint")
+    yield from _needs(config, checkpoint.load is not None, "--load", *(f"checkpoint.{name}" for name in loads))
+    source = checkpoint.load is not None or checkpoint.pretrained_checkpoint is not None
+    takes = ("checkpoint.finetune", "checkpoint.use_checkpoint_args")
+    yield from _needs(config, source, "--load or --pretrained-checkpoint", *takes)
+
+
+def reporting_problems(config: RunConfig) -> Iterator[str]:
+    """Profiling, TensorBoard, Weights & Biases."""
+    logging = config.logging
+    start, end = logging.profile_step_start, logging.profile_step_end
+    if logging.profile and end <= start:
+        yield f"--profile-step-end {end} must be above --profile-step-start {start}"
+    if logging.wandb_project is not None:
+        if logging.wandb_exp_name is None:
+            yield f"--wandb-project {logging.wandb_project} needs --wandb-exp-name"
+        if importlib.util.find_spec("wandb") is None:
+            yield f"--wandb-project {logging.wandb_project} needs the package wandb: pip install wandb"
+    yield from _needs(config, logging.wandb_project is not None, "--wandb-project", "logging.wandb_exp_name")

@@ -1,0 +1,91 @@
+"""From a command line to the configuration of a run, or to one message that says all that is wrong with it.
+
+Precedence, lowest first: defaults, `--preset`, the checkpoint with `--use-checkpoint-args`, the command line.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from megalite.config.check import check, not_built, without_effect
+from megalite.config.errors import FlagError
+from megalite.config.fields import all_fields, get, put
+from megalite.config.flags import parse_flags
+from megalite.config.presets import preset_fields
+from megalite.config.resolve import drop_idle, resolve
+from megalite.config.schema import CheckpointConfig, RunConfig
+
+# What `RunConfig.to_dict` wrote into the checkpoint that these flags choose; None where there is no checkpoint.
+CheckpointConfigLoader = Callable[[CheckpointConfig], Mapping[str, Mapping[str, Any]] | None]
+
+ACTIVATIONS = {"swiglu", "squared_relu", "openai_gelu"}
+NOT_FROM_CHECKPOINT = {"preset", "attention_backend", "attention_softmax_in_fp32", "init_method_std", "label_smoothing"}
+
+
+def read_config(
+    argv: Sequence[str],
+    program: str,
+    description: str,
+    world_size: int,
+    *,
+    checkpoint_config_loader: CheckpointConfigLoader | None = None,
+) -> tuple[RunConfig, list[str]]:
+    """The resolved configuration of a run on `world_size` processes, and notes for the user, one line each.
+
+    The notes say which flags are ignored or have no effect and what came from a checkpoint; rank 0 prints them. A
+    FlagError holds all problems, one a line. `checkpoint_config_loader` serves `--use-checkpoint-args`.
+    """
+    config, explicit, notes = parse_flags(argv, program, description)
+    if config.model.preset is not None:
+        fill_from_preset(config, explicit)
+    if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
+        notes += _load_and_fill(config, explicit, checkpoint_config_loader)
+    used, idle = drop_idle(config, world_size)
+    problems = check(config, world_size) + not_built(used)
+    if problems:
+        raise FlagError("\n".join(problems))
+    return resolve(config, world_size), [*notes, *idle, *without_effect(config)]
+
+
+def fill_from_preset(config: RunConfig, explicit: Collection[str]) -> None:
+    """Set the network's fields that the preset knows and the command line didn't give. A FlagError: no such preset."""
+    given = {path.removeprefix("model.") for path in explicit}
+    chose_activation = bool(given & ACTIVATIONS)
+    for name, value in preset_fields(str(config.model.preset)).items():
+        if name not in given and not (chose_activation and name in ACTIVATIONS):
+            setattr(config.model, name, copy.deepcopy(value))
+
+
+def _load_and_fill(config: RunConfig, explicit: Collection[str], loader: CheckpointConfigLoader | None) -> list[str]:
+    folder = config.checkpoint.load or config.checkpoint.pretrained_checkpoint
+    if loader is None:
+        raise FlagError("--use-checkpoint-args: this program reads no checkpoints")
+    stored = loader(config.checkpoint)
+    if stored is None:
+        return [f"--use-checkpoint-args: no checkpoint in {folder} yet, so its flags are not used"]
+    try:
+        saved = RunConfig.from_dict({section: dict(values) for section, values in stored.items()})
+    except ValueError as error:
+        raise FlagError(f"--use-checkpoint-args: the checkpoint in {folder} is of another version: {error}") from error
+    return fill_from_checkpoint(config, saved, explicit)
+
+
+def fill_from_checkpoint(config: RunConfig, saved: RunConfig, explicit: Collection[str]) -> list[str]:
+    """Take from a checkpoint's configuration what the command line didn't give of network, tokenizer and sequence
+    length. Returns one line for each field that this changes, or that the command line changes against it."""
+    lines = []
+    for field in all_fields().values():
+        network = field.section == "model" and field.name not in NOT_FROM_CHECKPOINT
+        if not (network or field.section == "tokenizer" or field.path == "data.seq_length"):
+            continue
+        ours, theirs = get(config, field.path), get(saved, field.path)
+        if ours == theirs:
+            continue
+        if field.path in explicit:
+            lines.append(f"{field.show(ours)} replaces the checkpoint's {field.show(theirs)}")
+        else:
+            lines.append(f"{field.show(theirs)} comes from the checkpoint")
+            put(config, field.path, theirs)
+    return lines

@@ -1,0 +1,257 @@
+"""Command-line flags, generated from the dataclasses of `schema.py`.
+
+Key idea: the parser has no defaults (`argparse.SUPPRESS`), so what it returns is exactly what was given. Precedence
+then is plain: a default, overridden by a preset, by a checkpoint, by the command line (`entry.py`).
+
+A script takes all sections (`parse_flags`), or adds the sections it needs beside flags of its own (`build_parser`,
+`parse_namespace`, `read_section`). A value lives in the namespace under `section.field`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+from megalite.config.argfiles import expand_argument_files
+from megalite.config.errors import FlagError
+from megalite.config.fields import Field, all_fields, put, section_fields, section_names
+from megalite.config.megatron_flags import (
+    MegatronFlag,
+    current_flags,
+    earlier_flags,
+    foreign_values,
+    shorthands,
+)
+from megalite.config.schema import RunConfig
+
+GIVEN_MEGATRON_FLAGS = "flags of Megatron-LM"  # in a namespace; no flag can collide with a name with blanks
+EPILOG = (
+    "@FILE reads flags from FILE: any number on a line, # begins a comment. "
+    "Megatron-LM's other flags are answered as docs/megatron_flags.md says."
+)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An ArgumentParser that raises a FlagError where argparse would exit."""
+
+    def __init__(self, program: str, description: str) -> None:
+        super().__init__(
+            prog=program,
+            usage=f"{program} [@FILE ...] FLAGS",
+            description=description,
+            epilog=EPILOG,
+            allow_abbrev=False,
+            formatter_class=_HelpFormatter,
+        )
+        # "-1,0" is a value too (--window-size), not a flag.
+        self._negative_number_matcher = re.compile(r"^-[\d.][\d.,eE+-]*$|^-(inf|nan)$")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse found, without its preamble."""
+        message = message.removeprefix("argument ")
+        raise FlagError(re.sub(r"ignored explicit argument '(.*)'", r"takes no value, so not \1", message))
+
+    def nearest(self, name: str) -> str | None:
+        """The known flag that is spelt most like `name`."""
+        known = [*self._option_string_actions, *(field.option for field in all_fields().values())]
+        matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        return matches[0] if matches else None
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        width = min(max(shutil.get_terminal_size().columns, 80), 120)
+        super().__init__(prog, max_help_position=36, width=width - 2)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Lines of help that don't break a flag at its hyphens."""
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+# ------------------------------------------------------------------------------------------------------- building
+
+
+def build_parser(
+    program: str, description: str, sections: Sequence[str] | None = None, *, megatron: bool | None = None
+) -> FlagParser:
+    """A parser of the flags of some sections of `RunConfig`; None: of all.
+
+    `megatron`: take and answer Megatron-LM's other flags too; None: where all sections are taken. A script may add
+    flags of its own, and parses with `parse_namespace`.
+    """
+    parser = FlagParser(program, description)
+    for section in section_names() if sections is None else sections:
+        add_section(parser, section)
+    if sections is None if megatron is None else megatron:
+        add_megatron_flags(parser)
+    return parser
+
+
+def add_section(parser: FlagParser, section: str, *, only: Iterable[str] | None = None) -> None:
+    """Add the flags of one section as a group. `only`: names of the fields wanted; None: all."""
+    wanted = None if only is None else set(only)
+    described = getattr(RunConfig(), section).__doc__.strip().splitlines()[0]
+    group = parser.add_argument_group(section.replace("_", " "), described)
+    for field in section_fields(section):
+        if wanted is None or field.name in wanted:
+            group.add_argument(field.option, *field.aliases, help=_help(field), **_how_to_store(field))
+
+
+def add_megatron_flags(parser: FlagParser) -> None:
+    """Take Megatron-LM's other flags, out of sight of `--help`; `parse_namespace` answers them."""
+    fields = all_fields()
+    for name, (path, value) in shorthands().items():
+        store: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS, "action": "store_const", "const": value}
+        parser.add_argument(name, help=argparse.SUPPRESS, **(store if value else _how_to_store(fields[path])))
+    for flag in [*current_flags(), *earlier_flags()]:
+        parser.add_argument(*flag.names, action=_TakeMegatronFlag, nargs=flag.nargs, flag=flag)
+
+
+class _TakeMegatronFlag(argparse.Action):
+    """Note (flag, spelling, values) in the namespace."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, nargs: int | str | None, flag: MegatronFlag) -> None:
+        super().__init__(option_strings, GIVEN_MEGATRON_FLAGS, nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        self.flag = flag
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        words = values if isinstance(values, list) else [values]
+        given = getattr(namespace, GIVEN_MEGATRON_FLAGS, [])
+        setattr(namespace, GIVEN_MEGATRON_FLAGS, [*given, (self.flag, option_string, words)])
+
+
+def _how_to_store(field: Field) -> dict[str, Any]:
+    """The arguments of `add_argument` that decide what the flag does."""
+    store: dict[str, Any] = {"dest": field.path, "default": argparse.SUPPRESS}
+    if field.kind is bool:
+        return store | {"action": "store_false" if field.turns_off else "store_true"}
+    if field.is_list:
+        store["nargs"] = "+"
+    metavar = "NAME" if field.choices else {int: "N", float: "X", str: "TEXT"}[field.kind]
+    return store | {"type": _converter(field), "metavar": metavar}
+
+
+def _converter(field: Field) -> Callable[[str], Any]:
+    converters: dict[type, Callable[[str], Any]] = {int: _to_int, float: _to_float, str: str}
+    convert = converters[field.kind]
+    if field.choices is None:
+        return convert
+    foreign = foreign_values().get(field.option, {})
+
+    def choose(text: str) -> Any:
+        value = foreign.get(text) or convert(text)
+        if value in (field.choices or ()):
+            return value
+        valid = ", ".join(str(choice) for choice in field.choices or ())
+        whose = "is Megatron-LM's alone and would change results" if text in foreign else "isn't one of its values"
+        raise argparse.ArgumentTypeError(f"{text} {whose}; valid: {valid}")
+
+    return choose
+
+
+def _to_int(text: str) -> int:
+    """A whole number; Megatron-LM has floats for some of ours, so `1000.0` is one too."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    value = _to_float(text)
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
+    return int(value)
+
+
+def _to_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a number") from None
+
+
+def _help(field: Field) -> str:
+    """One line of meaning, the choices, the default, and what isn't built."""
+    parts = [field.help]
+    if field.choices:
+        parts.append(f"; one of {', '.join(str(choice) for choice in field.choices)}")
+    if field.kind is bool:
+        parts.append(" (default: off)")
+    elif field.default is not None:
+        parts.append(f" (default: {field.default})")
+    elif "default" not in field.help:
+        parts.append(" (default: none)")
+    if field.planned:
+        parts.append(" [not built yet]")
+    return "".join(parts).replace("%", "%%")
+
+
+# -------------------------------------------------------------------------------------------------------- parsing
+
+
+def parse_namespace(parser: FlagParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What was given, and one line for each flag of Megatron-LM that is ignored.
+
+    A FlagError names what is unknown, with the nearest known flag, or refused.
+    """
+    namespace, unknown = parser.parse_known_args(expand_argument_files(argv))
+    problems, notes = [*_unknown(parser, unknown)], []
+    for flag, name, values in getattr(namespace, GIVEN_MEGATRON_FLAGS, []):
+        message = flag.message(name, values)
+        if name == "--no-position-embedding" and not _has_no_table(namespace):
+            problems.append(f"{name}: use --position-embedding-type rope or none instead")
+        elif flag.refuses(values):
+            problems.append(message)
+        elif message not in notes:
+            notes.append(message)
+    if problems:
+        raise FlagError("\n".join(problems))
+    return namespace, notes
+
+
+def _has_no_table(namespace: argparse.Namespace) -> bool:
+    """Whether a kind of position was given that has no learned table."""
+    return vars(namespace).get("model.position_embedding_type", "learned_absolute") != "learned_absolute"
+
+
+def _unknown(parser: FlagParser, words: Sequence[str]) -> Iterable[str]:
+    flags = [word for word in words if word.startswith("-")]
+    for flag in flags:
+        name = flag.partition("=")[0]
+        nearest = parser.nearest(name)
+        hint = f"did you mean {nearest}?" if nearest else "--help lists all flags"
+        yield f"unknown flag {name}; {hint}"
+    if words and not flags:
+        yield f"unexpected {words[0]!r}: a value without its flag"
+
+
+def explicit_fields(namespace: argparse.Namespace) -> set[str]:
+    """The paths `section.field` that the command line gave."""
+    return {path for path in vars(namespace) if path in all_fields()}
+
+
+def read_section(namespace: argparse.Namespace, section: str) -> Any:
+    """The section's dataclass with what was given; defaults otherwise."""
+    values = vars(namespace)
+    given = {field.name: values[field.path] for field in section_fields(section) if field.path in values}
+    return type(getattr(RunConfig(), section))(**given)
+
+
+def read_run(namespace: argparse.Namespace) -> RunConfig:
+    """A whole configuration with what was given; defaults otherwise."""
+    config = RunConfig()
+    for path in explicit_fields(namespace):
+        put(config, path, vars(namespace)[path])
+    return config
+
+
+def parse_flags(argv: Sequence[str], program: str, description: str) -> tuple[RunConfig, set[str], list[str]]:
+    """Parse the flags of a run: the configuration (defaults where nothing was given), the paths that were given, and
+    one line for each flag that is ignored. `--help` prints and exits; all mistakes are a FlagError."""
+    namespace, notes = parse_namespace(build_parser(program, description), argv)
+    return read_run(namespace), explicit_fields(namespace), notes

@@ -1,0 +1,170 @@
+"""Derived defaults: from what was given to what runs.
+
+`resolve` returns a new configuration in which nothing that the model or the loop needs is None, with the defaults that
+Megatron-LM derives. Resolving twice changes nothing. What only a machine knows (device, backend, threads) stays open.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+
+from megalite.config.batches import batch_size_stages
+from megalite.config.fields import all_fields, get, put
+from megalite.config.schema import LayoutConfig, RunConfig
+
+DEFAULT_SPLIT = "969,30,1"
+DEFAULT_TOKENIZER = "GPT2BPETokenizer"  # as Megatron-LM's pretrain_gpt.py
+
+
+def resolve(config: RunConfig, world_size: int) -> RunConfig:
+    """A new configuration with all derived defaults, for a run that `check` finds nothing wrong with.
+
+    `world_size`: processes in all. Values that are still missing after `check` failed stay None.
+    """
+    resolved, _ = drop_idle(config, world_size)
+    _resolve_model(resolved)
+    _resolve_layout(resolved)
+    _resolve_training(resolved, world_size)
+    _resolve_data(resolved)
+    return resolved
+
+
+def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
+    """Ranks that hold the same parameters: the world over TP x PP x CP. 0 where that doesn't divide it."""
+    model_parallel = (
+        layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
+    )
+    return world_size // model_parallel if model_parallel > 0 and world_size % model_parallel == 0 else 0
+
+
+def drop_idle(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
+    """A copy with settings that can't matter in this layout put back to their defaults, and a line for each.
+
+    Megatron-LM's launch scripts carry such flags: sequence parallelism without tensor parallelism, sharding over one
+    data-parallel rank. They would cost nothing and change nothing.
+    """
+    idle: dict[str, list[str]] = {}
+    if config.layout.tensor_model_parallel_size == 1:
+        idle["with --tensor-model-parallel-size 1"] = ["layout.sequence_parallel"]
+    if data_parallel_size(config.layout, world_size) == 1:
+        idle["with one data-parallel rank"] = [
+            "layout.use_distributed_optimizer",
+            "layout.data_parallel_sharding_strategy",
+            "layout.overlap_grad_reduce",
+            "layout.overlap_param_gather",
+            "layout.ddp_bucket_size",
+        ]
+    fields, copied, lines = all_fields(), copy.deepcopy(config), []
+    for why, paths in idle.items():
+        for path in paths:
+            if get(copied, path) not in (fields[path].default, "no_shard"):
+                lines.append(f"{fields[path].show(get(copied, path))} has no effect {why}")
+                put(copied, path, fields[path].default)
+    return copied, lines
+
+
+def parse_split(text: str) -> list[float]:
+    """`969,30,1` → three weights, zeros where fewer were given. A ValueError says what is wrong.
+
+    Quotes and blanks are dropped: launch scripts that keep flags in shell arrays pass them on.
+    """
+    words = [word.strip() for word in re.split("[,/]", text.strip().strip("'\"")) if word.strip()]
+    try:
+        weights = [float(word) for word in words]
+    except ValueError:
+        raise ValueError(f"{text} is not three numbers like {DEFAULT_SPLIT}") from None
+    if not 1 <= len(weights) <= 3 or not all(0 <= weight < float("inf") for weight in weights) or sum(weights) <= 0:
+        raise ValueError(f"{text} is not one to three weights, none negative and not all 0, like {DEFAULT_SPLIT}")
+    return weights + [0.0] * (3 - len(weights))
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """`LEFT,RIGHT`, with or without brackets → tokens visible before and after; -1: no bound. A ValueError says why
+    not."""
+    try:
+        left, right = (int(part) for part in text.strip("() ").split(","))
+    except ValueError:
+        raise ValueError(f"{text} is not LEFT,RIGHT like 128,0") from None
+    return left, right
+
+
+def _resolve_model(config: RunConfig) -> None:
+    model = config.model
+    if model.ffn_hidden_size is None and model.hidden_size is not None:
+        wide = 4 * model.hidden_size
+        model.ffn_hidden_size = int((wide * 2 / 3) / 64) * 64 if model.swiglu else wide
+    if model.num_attention_heads:
+        if model.kv_channels is None and model.hidden_size is not None:
+            model.kv_channels = model.hidden_size // model.num_attention_heads
+        if not model.group_query_attention:
+            model.num_query_groups = model.num_attention_heads
+    if model.max_position_embeddings is None and model.position_embedding_type != "learned_absolute":
+        model.max_position_embeddings = config.data.seq_length
+    if model.add_bias_linear:
+        model.add_qkv_bias = True
+    if model.window_size is not None:
+        left, right = parse_window(model.window_size)
+        model.window_size = f"{left},{right}"
+
+
+def _resolve_layout(config: RunConfig) -> None:
+    layout = config.layout
+    if layout.data_parallel_sharding_strategy is None:
+        layout.data_parallel_sharding_strategy = "optim" if layout.use_distributed_optimizer else "no_shard"
+    if layout.num_virtual_stages_per_pipeline_rank is None:
+        layout.num_virtual_stages_per_pipeline_rank = virtual_stages(config)
+    if layout.pipeline_schedule == "auto":
+        interleaved = layout.num_virtual_stages_per_pipeline_rank > 1
+        layout.pipeline_schedule = "interleaved" if interleaved else "1f1b"
+
+
+def pipeline_units(config: RunConfig) -> int:
+    """Layers to cut into stages, with the embedding and the output layer where they count as one."""
+    layout = config.layout
+    counted = layout.account_for_embedding_in_pipeline_split + layout.account_for_loss_in_pipeline_split
+    return (config.model.num_layers or 0) + counted
+
+
+def virtual_stages(config: RunConfig) -> int:
+    """Model chunks per pipeline rank, from either of its two flags; 1 where none was given."""
+    layout = config.layout
+    if layout.num_virtual_stages_per_pipeline_rank is not None:
+        return layout.num_virtual_stages_per_pipeline_rank
+    per_chunk = layout.num_layers_per_virtual_pipeline_stage
+    if not per_chunk:
+        return 1
+    return max(pipeline_units(config) // (max(layout.pipeline_model_parallel_size, 1) * per_chunk), 1)
+
+
+def _resolve_training(config: RunConfig, world_size: int) -> None:
+    training, rate, optimizer = config.training, config.learning_rate, config.optimizer
+    if training.step_batch_size_schedule:
+        training.global_batch_size = batch_size_stages(training, config.data.seq_length)[-1][1]
+    elif training.global_batch_size is None and training.micro_batch_size is not None:
+        training.global_batch_size = training.micro_batch_size * data_parallel_size(config.layout, world_size)
+    if training.recompute_activations:
+        training.recompute_granularity = "selective"
+    if training.nan_action is None:
+        training.nan_action = "skip" if config.precision.fp16 else "stop"
+    if rate.lr_decay_iters is None:
+        rate.lr_decay_iters = training.train_iters
+    if rate.lr_decay_samples is None:
+        rate.lr_decay_samples = training.train_samples
+    if rate.decoupled_lr is not None and rate.decoupled_min_lr is None:
+        rate.decoupled_min_lr = rate.min_lr
+    if optimizer.weight_decay_incr_style == "constant":
+        optimizer.start_weight_decay = optimizer.end_weight_decay = optimizer.weight_decay
+
+
+def _resolve_data(config: RunConfig) -> None:
+    data = config.data
+    per_split = data.train_data_path or data.valid_data_path or data.test_data_path
+    if data.split is not None:
+        data.split = ",".join(repr(weight).removesuffix(".0") for weight in parse_split(data.split))
+    elif not per_split:
+        data.split = DEFAULT_SPLIT
+    if data.dataloader_type is None:
+        data.dataloader_type = "single"
+    if config.tokenizer.tokenizer_type is None:
+        config.tokenizer.tokenizer_type = DEFAULT_TOKENIZER

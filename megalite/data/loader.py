@@ -1,0 +1,158 @@
+"""Microbatches in the order of `sampler`, read ahead by worker processes.
+
+The key idea: workers are hands without a will. Which samples come next is decided in the training process; a worker
+reads the ones named in a request and sends arrays back. It draws no random number, and the loader's own come from a
+private generator, so the training process's random state never depends on whether there is a loader.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megalite.config.errors import UserError
+from megalite.data.document_mask import Item, SampleSource
+from megalite.data.microbatch import Microbatch, stack_items
+from megalite.data.sampler import Request, Sampler
+
+
+def microbatch_iterator(
+    dataset: SampleSource,
+    *,
+    start_sample: int,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    num_workers: int,
+    seed: int,
+    dataloader_type: str | None = "single",
+    total: int | None = None,
+    pin_memory: bool = False,
+) -> MicrobatchIterator:
+    """Microbatches of one data-parallel rank from the sample numbered `start_sample` on.
+
+    dataloader_type: `single` (or None) reads the dataset in its order, again and again; `cyclic` shuffles each pass,
+    a function of (seed, pass). total: stop after this many samples over all ranks; the last microbatches are filled
+    with copies whose loss mask is all False, so that every rank gets equally many. None: without end.
+    """
+    if len(dataset) == 0:
+        raise UserError("the dataset has no samples")
+    sampler = Sampler(
+        length=len(dataset),
+        start_sample=start_sample,
+        micro_batch_size=micro_batch_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        seed=seed if dataloader_type == "cyclic" else None,
+        total=total,
+    )
+    return MicrobatchIterator(dataset, sampler, num_workers=num_workers, pin_memory=pin_memory)
+
+
+class MicrobatchIterator(Iterator[Microbatch]):
+    """Iterates over microbatches; `close()` ends the workers. Also a context manager.
+
+    A mistake in the data raises UserError with its own message; any other failure in a worker a RuntimeError with the
+    worker's traceback.
+    """
+
+    def __init__(self, dataset: SampleSource, sampler: Sampler, *, num_workers: int, pin_memory: bool = False) -> None:
+        self._pin_memory = pin_memory
+        loader = DataLoader(
+            _Reader(dataset),
+            batch_size=None,
+            sampler=sampler,
+            num_workers=num_workers,
+            collate_fn=_unchanged,
+            worker_init_fn=_start_worker,
+            generator=torch.Generator(),
+        )
+        self._batches: Iterator[Item | _Failure] | None = iter(loader)
+
+    def __iter__(self) -> MicrobatchIterator:
+        return self
+
+    def __next__(self) -> Microbatch:
+        if self._batches is None:
+            raise ValueError("this iterator is closed")
+        try:
+            batch = next(self._batches)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise UserError(
+                f"{error}; a worker that is killed often means too little memory: try --num-workers 0"
+            ) from error
+        if isinstance(batch, _Failure):
+            raise batch.error()
+        microbatch = Microbatch.from_arrays(batch)
+        return microbatch.pin_memory() if self._pin_memory else microbatch
+
+    def close(self) -> None:
+        """End the workers and wait for them."""
+        batches, self._batches = self._batches, None
+        # Torch offers no public way; without it workers live until the garbage collector comes by.
+        shutdown = getattr(batches, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
+
+    def __enter__(self) -> MicrobatchIterator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception on its way from a worker, as text: the exception itself may not survive pickling."""
+
+    message: str
+    trace: str
+    of_user: bool
+
+    def error(self) -> Exception:
+        if self.of_user:
+            return UserError(self.message)
+        return RuntimeError(f"reading a sample failed: {self.message}\n{self.trace}")
+
+
+class _Reader(Dataset[Any]):
+    """Answers requests with stacked numpy arrays. Arrays travel through a pipe: no /dev/shm to run out of."""
+
+    def __init__(self, dataset: SampleSource) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, request: Request) -> Item | _Failure:
+        try:
+            arrays = stack_items([self.dataset[int(index)] for index in request.indices], request.sample_ids)
+        except Exception as error:
+            message = str(error) or type(error).__name__
+            return _Failure(message, traceback.format_exc(), isinstance(error, UserError | OSError))
+        arrays["loss_mask"] &= request.counted[:, None]
+        return arrays
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _start_worker(worker: int) -> None:
+    """Keep terminal and launcher signals away from a worker: the training process decides when it ends.
+
+    A session of its own, so that a signal to the training process's group doesn't reach it; if the training process
+    dies, torch's watchdog ends the worker within seconds.
+    """
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)

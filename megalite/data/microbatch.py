@@ -1,0 +1,53 @@
+"""One microbatch as torch tensors, as every pipeline stage of a data-parallel rank sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megalite.data.document_mask import Item
+
+
+@dataclass
+class Microbatch:
+    """b sequences of s tokens.
+
+    tokens, labels, position_ids: int64 [b, s]; labels are the next tokens. loss_mask: bool [b, s], True where the label
+    counts. document_ids: int32 [b, s] with --reset-attention-mask, else None: attention stays within equal ids.
+    sample_ids: int64 [b], each sample's number in the order in which the whole run consumes samples; the dropout key.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    sample_ids: torch.Tensor
+    document_ids: torch.Tensor | None = None
+
+    @classmethod
+    def from_arrays(cls, arrays: Item) -> Microbatch:
+        """From stacked arrays under the names of the fields; shares their memory."""
+        return cls(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+    def to(self, device: torch.device | str) -> Microbatch:
+        """A copy on `device`; doesn't wait for the copy where the memory is pinned."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Microbatch:
+        """A copy in page-locked memory."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return Microbatch(**{name: function(value) for name, value in values.items() if value is not None})
+
+
+def stack_items(items: Sequence[Item], sample_ids: np.ndarray) -> Item:
+    """Items of one shape and their numbers as the arrays of a microbatch."""
+    arrays = {name: np.stack([item[name] for item in items]) for name in items[0]}
+    arrays["sample_ids"] = sample_ids
+    return arrays

@@ -1,0 +1,180 @@
+"""From a started process to a mesh, and from an exception to an exit code.
+
+Key idea: a run fails as one. Flags are judged before any process group exists; later the rank that failed first tells
+why, once, and exits without a clean-up that could hang; the others see the connection close, keep silent and go.
+
+Exit codes of a worker: 0 done, 2 bad flags, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from megalite.config.errors import FlagError, UserError
+from megalite.config.schema import LayoutConfig
+from megalite.distributed.layout import Layout
+from megalite.distributed.mesh import Mesh
+
+RENDEZVOUS_SECONDS = 45
+_OTHERS_WAIT = 15.0  # so that the speaking rank's message is out before the launcher ends the rest
+_GRACE = 1.0  # a rank that fails for its own reasons lets rank 0 speak first, where both fail alike
+_PEER_FAILURE = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|NCCL|remote process|Socket", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What torchrun (or a cluster) told this process by RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def under_torchrun(self) -> bool:
+        return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def read_environment() -> Environment:
+    """The environment, or one process where it says nothing. Numbers that don't fit raise a FlagError."""
+    if "WORLD_SIZE" not in os.environ and "RANK" not in os.environ:
+        return Environment()
+    values = {}
+    for name, default in (("RANK", None), ("WORLD_SIZE", None), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+        text = os.environ.get(name, default)
+        if text is None or not text.isdigit():
+            raise FlagError(f"environment variable {name} is {text!r}: torchrun sets it to a number")
+        values[name.lower()] = int(text)
+    environment = Environment(**values)
+    if environment.rank >= environment.world_size:
+        raise FlagError(f"RANK={environment.rank} must be below WORLD_SIZE={environment.world_size}")
+    return environment
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """`auto`, `cpu` or `cuda` → this rank's device. A FlagError where there is no such device."""
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not available):
+        return torch.device("cpu")
+    if local_rank >= available:
+        raise FlagError(f"--device {name}: local rank {local_rank} has no GPU of its own, {available} here")
+    return torch.device("cuda", local_rank)
+
+
+def set_threads(threads: int | None, local_world_size: int) -> int:
+    """Set and return torch's threads: `threads`, or the cores shared out over this machine's processes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = threads or max(1, cores // local_world_size)
+    torch.set_num_threads(count)
+    return count
+
+
+def _join(backend: str, environment: Environment, timeout: timedelta) -> None:
+    """Meet the other processes and make the default process group."""
+    rank, world = environment.rank, environment.world_size
+    address = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise UserError(f"WORLD_SIZE={world} needs MASTER_ADDR and MASTER_PORT: start with torchrun")
+    try:
+        found = dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=RENDEZVOUS_SECONDS))
+        store, rank, world = next(iter(found))
+    except Exception as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "EADDRINUSE" in text or "address already in use" in text.lower():
+            raise UserError(f"{address}: the port is taken; set another MASTER_PORT, or use torchrun --standalone") from None
+        raise UserError(
+            f"expected WORLD_SIZE={world} processes at {address}, but not all came within {RENDEZVOUS_SECONDS} s ({text}); "
+            "start as many processes as WORLD_SIZE says, or use torchrun"
+        ) from None
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+@contextlib.contextmanager
+def start(config: LayoutConfig, environment: Environment, device: torch.device) -> Iterator[Mesh]:
+    """Process groups for the layout while the block runs. Torn down when it ends well; after an error the process is
+    about to exit, and a clean-up that waits for dead peers would only hang."""
+    layout = Layout.from_config(config, environment.world_size)
+    backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if environment.world_size > 1:
+        _join(backend, environment, timeout)
+    mesh = Mesh.create(layout, device, backend=backend, timeout=timeout)
+    yield mesh
+    if environment.world_size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _exit(code: int) -> None:
+    """Leave at once: no interpreter clean-up, which could wait for a dead peer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _fail(error: BaseException, environment: Environment) -> None:
+    """Tell of a failure once and exit 1."""
+    shared_launch = environment.world_size > 1
+    if shared_launch and not isinstance(error, UserError) and _is_peer_failure(error):
+        time.sleep(_OTHERS_WAIT if environment.under_torchrun else _GRACE)
+        first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        _say(f"rank {environment.rank}: stopped, because another rank failed ({first})")
+        _exit(1)
+    if shared_launch and environment.rank != 0:
+        time.sleep(_GRACE)
+    if isinstance(error, UserError):
+        _say(f"error: {error}")
+    elif environment.under_torchrun and isinstance(error, Exception):
+        get_error_handler().record_exception(error)  # torchrun prints it in its summary
+    else:
+        traceback.print_exception(error)
+    _exit(1)
+
+
+def _is_peer_failure(error: BaseException) -> bool:
+    """Whether the error only says that another rank is gone."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_PEER_FAILURE.search(str(error)))
+
+
+def run_worker(main: Callable[[Environment], None]) -> None:
+    """Run `main` as this process's whole work and exit with the code that the outcome deserves."""
+    environment = Environment()
+    try:
+        environment = read_environment()
+        main(environment)
+    except FlagError as error:
+        if environment.local_rank == 0:
+            _say(f"error: {error}")
+        elif environment.under_torchrun:
+            time.sleep(_OTHERS_WAIT)
+        _exit(2)
+    except KeyboardInterrupt:
+        if environment.rank == 0:
+            _say("interrupted")
+        _exit(130)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _fail(error, environment)
+    sys.stdout.flush()

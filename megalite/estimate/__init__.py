@@ -1,0 +1,1 @@
+"""Formulas: parameters, FLOPs, bytes. Pure arithmetic on the configuration."""

@@ -1,0 +1,1 @@
+"""Generation: a trained model, some prompts, and what it writes after them."""

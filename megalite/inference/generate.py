@@ -1,0 +1,151 @@
+"""Several prompts become several continuations, together.
+
+Key idea: prompts are padded on the left, so the newest token of every prompt is in the last column and one step serves
+all. Positions count from each prompt's own first token and padding is invisible, so a prompt's result is what the
+prompt alone would give. The prompts first go through the model at once, filling the cache; then one token at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megalite.config.errors import UserError
+from megalite.config.schema import ModelConfig
+from megalite.inference.cache import KeyValueCache
+from megalite.inference.options import GenerationOptions
+from megalite.inference.sampling import Sampler
+from megalite.models.gpt import GPTStage
+from megalite.nn.attention_backend import parse_window
+from megalite.nn.module import SequenceInfo
+
+_PREFILL_TOKENS = 1024  # of each prompt at a time: bounds the mask and the activations of long prompts
+
+
+@dataclass
+class Continuation:
+    """`tokens`: the new ids, without the end-of-document id. `stopped`: whether the model ended the document."""
+
+    tokens: list[int] = field(default_factory=list)
+    stopped: bool = False
+
+
+def visible_keys(queries: Tensor, pads: Tensor, window: tuple[int, int] | None) -> Tensor:
+    """Bool [b, 1, queries, keys]: which of the columns up to the last query each query sees.
+
+    `queries` int64 [queries]: consecutive columns. `pads` int64 [b]: columns of padding on the left. Padding sees
+    itself alone: a query that sees nothing would have no softmax.
+    """
+    keys = torch.arange(int(queries[-1]) + 1, device=queries.device)
+    distance = queries[:, None] - keys[None, :]
+    causal = distance >= 0
+    if window is not None:
+        causal &= distance <= window[0]
+    real = keys[None, None, :] >= pads[:, None, None]
+    return ((causal & real) | (distance == 0))[:, None]
+
+
+class PaddedBatch:
+    """Prompts (lists of ids, none empty) on their way through the model, which may see `capacity` columns in all."""
+
+    def __init__(self, model: GPTStage, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> None:
+        device = model.output_weight.device
+        longest = max(map(len, prompts))
+        self.model = model
+        self.window = parse_window(model.config.window_size)
+        self.pads = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+        self.tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        self.cache = KeyValueCache(model, tokens=longest + new_tokens, batch=len(prompts))
+        self.columns = 0
+
+    def prefill(self) -> Tensor:
+        """Logits [b, vocabulary] after the prompts."""
+        for part in self.tokens.split(_PREFILL_TOKENS, dim=1):
+            logits = self.advance(part)
+        return logits
+
+    @torch.inference_mode()
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Let the model see the next columns, ids [b, s]: logits [b, vocabulary] after the last."""
+        queries = self.columns + torch.arange(tokens.shape[1], device=tokens.device)
+        self.columns += tokens.shape[1]
+        info = SequenceInfo(
+            position_ids=(queries - self.pads[:, None]).clamp_min(0),
+            token_index=queries,
+            visible=visible_keys(queries, self.pads, self.window),
+            cache=self.cache,
+        )
+        return self.model.logits(self.model(tokens, info)[-1:])[0]
+
+
+def check_lengths(config: ModelConfig, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
+    """A UserError where a prompt and its new tokens need more learned positions than there are. Rotary positions and
+    none have no such end, though a model may write poorly beyond the length it was trained on."""
+    limit = config.max_position_embeddings
+    if config.position_embedding_type != "learned_absolute" or limit is None:
+        return
+    for number, prompt in enumerate(prompts, start=1):
+        if len(prompt) + options.max_new_tokens <= limit:
+            continue
+        room = limit - len(prompt)
+        remedy = f"use --max-new-tokens {room} or less" if room > 0 else f"shorten it to {limit - 1} tokens or less"
+        raise UserError(
+            f"prompt {number} has {len(prompt)} tokens; with --max-new-tokens {options.max_new_tokens} that is more than "
+            f"the model's {limit} learned positions (--max-position-embeddings): {remedy}"
+        )
+
+
+def stream(
+    model: GPTStage,
+    prompts: Sequence[Sequence[int]],
+    options: GenerationOptions,
+    *,
+    eod: int | None,
+    indices: Sequence[int] | None = None,
+) -> Iterator[list[int | None]]:
+    """Generate step by step: each item holds one new id per prompt, `eod` where it ends, None after that.
+
+    `prompts`: ids, none empty. `indices`: one number per prompt, which with the seed decides its draws; default
+    0, 1, ... Raises a UserError before any work where a prompt is too long, later where logits aren't finite.
+    """
+    assert prompts and all(prompts), "every prompt needs at least one id"
+    check_lengths(model.config, prompts, options)
+    sampler = Sampler(options, range(len(prompts)) if indices is None else indices, model.output_weight.device)
+    return _steps(PaddedBatch(model, prompts, new_tokens=options.max_new_tokens), sampler, eod)
+
+
+def _steps(batch: PaddedBatch, sampler: Sampler, eod: int | None) -> Iterator[list[int | None]]:
+    ended = [False] * len(batch.pads)
+    chosen: Tensor | None = None
+    for step in range(sampler.options.max_new_tokens):
+        logits = batch.prefill() if chosen is None else batch.advance(chosen[:, None])
+        if not bool(logits.isfinite().all()):
+            raise UserError("the model's logits are not finite: the weights are damaged, or too large for --fp16")
+        chosen = sampler.choose(logits, step)
+        ids = chosen.tolist()
+        yield [None if over else token for over, token in zip(ended, ids, strict=True)]
+        ended = [over or token == eod for over, token in zip(ended, ids, strict=True)]
+        if all(ended):
+            return
+
+
+def generate(
+    model: GPTStage,
+    prompts: Sequence[Sequence[int]],
+    options: GenerationOptions,
+    *,
+    eod: int | None,
+    indices: Sequence[int] | None = None,
+) -> list[Continuation]:
+    """What follows each prompt: at most `max_new_tokens` ids, fewer where the model writes `eod`. See `stream`."""
+    results = [Continuation() for _ in prompts]
+    for step in stream(model, prompts, options, eod=eod, indices=indices):
+        for result, token in zip(results, step, strict=True):
+            if token is not None and token == eod:
+                result.stopped = True
+            elif token is not None:
+                result.tokens.append(token)
+    return results

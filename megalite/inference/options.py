@@ -1,0 +1,51 @@
+"""How to generate: the numbers behind `tools/generate.py`'s flags.
+
+Imports no torch, so that a bad flag is refused at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megalite.config.errors import FlagError
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """`max_new_tokens`: per prompt. `temperature`: divides the logits; 0 takes the likeliest token (greedy).
+    `top_k`: sample among the k likeliest only. `top_p`: among the fewest tokens whose probabilities, after
+    temperature and top-k, reach p (nucleus sampling, Holtzman et al. 2020). `seed`: of all prompts' draws."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        """Raises a FlagError that names every number out of range."""
+        problems = []
+        if self.max_new_tokens < 1:
+            problems.append(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
+        if not 0.0 <= self.temperature < math.inf:
+            problems.append(f"--temperature {self.temperature} must be 0 (greedy) or a positive number")
+        if self.top_k is not None and self.top_k < 1:
+            problems.append(f"--top-k {self.top_k} must be at least 1; leave it out to sample among all tokens")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            problems.append(f"--top-p {self.top_p} must be above 0 and at most 1; leave it out to sample among all tokens")
+        if not 0 <= self.seed < 2**63:
+            problems.append(f"--seed {self.seed} must be between 0 and {2**63 - 1}")
+        if problems:
+            raise FlagError("\n".join(problems))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def notes(self) -> list[str]:
+        """One line for each number that has no effect beside the others."""
+        given = [name for name, value in (("--top-k", self.top_k), ("--top-p", self.top_p)) if value is not None]
+        if self.greedy and given:
+            return [f"{' and '.join(given)}: no effect at --temperature 0, which takes the likeliest token"]
+        return []

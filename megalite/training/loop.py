@@ -1,0 +1,97 @@
+"""From the first step to the last: when to evaluate, save and stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megalite.config.schema import RunConfig
+from megalite.data.microbatch import Microbatch
+from megalite.training.evaluate import Evaluator
+from megalite.training.metrics import EvaluationRecord, Sink
+from megalite.training.profiling import Profiler
+from megalite.training.signals import StopRequests
+from megalite.training.trainer import Trainer
+
+
+@dataclass
+class Loop:
+    """`save` writes a checkpoint of the trainer's present state. `valid` and `test` are None where there is no such
+    data or it isn't wanted."""
+
+    config: RunConfig
+    trainer: Trainer
+    evaluator: Evaluator
+    total_iterations: int
+    valid: Iterator[Microbatch] | None
+    test: Iterator[Microbatch] | None
+    sinks: list[Sink]
+    stops: StopRequests
+    profiler: Profiler
+    save: Callable[[], None]
+    say: Callable[[str], None]
+
+    def run(self) -> None:
+        """Train to the end or to a reason to stop; then, at the end, evaluate on what there is."""
+        stopped = False
+        if not self.config.validation.skip_train:
+            stopped = self._train()
+        if not stopped:
+            iteration = self.trainer.state.iteration
+            if self.valid is not None and not self._due(self.config.validation.eval_interval, iteration, trained=True):
+                self._evaluate("valid", self.valid)
+            if self.test is not None:
+                self._evaluate("test", self.test)
+        for sink in self.sinks:
+            sink.close()
+
+    def _train(self) -> bool:
+        """Steps until the end (False) or a reason to stop (True). The last state is always saved."""
+        state, config = self.trainer.state, self.config
+        saved = state.iteration
+        self.trainer.restart_clock()
+        while state.iteration < self.total_iterations:
+            with self.profiler.step(state.iteration + 1):
+                record = self.trainer.step()
+            for sink in self.sinks:
+                sink.step(record)
+            self._report_timers()
+            if self.valid is not None and self._due(config.validation.eval_interval, state.iteration):
+                self._evaluate("valid", self.valid)
+            if self._due(config.checkpoint.save_interval, state.iteration):
+                self.save()
+                saved = state.iteration
+            self.trainer.restart_clock()
+            reason = self.stops.reason(state.iteration)
+            if reason is not None:
+                if saved != state.iteration:
+                    self.save()
+                self.say(f"exiting at iteration {state.iteration}: {reason}")
+                return True
+        if saved != state.iteration:
+            self.save()
+        return False
+
+    def _due(self, interval: int | None, iteration: int, *, trained: bool = False) -> bool:
+        """Whether an event of this interval falls on `iteration`; with `trained`, whether it already happened there."""
+        if trained and self.config.validation.skip_train:
+            return False
+        return interval is not None and iteration > 0 and iteration % interval == 0
+
+    def _evaluate(self, split: str, microbatches: Iterator[Microbatch]) -> None:
+        state = self.trainer.state
+        loss = self.evaluator.run(split, microbatches)
+        validation, training = self.config.validation, self.config.training
+        if split == "valid" and not validation.full_validation:
+            assert training.global_batch_size is not None
+            state.consumed_valid_samples += validation.eval_iters * training.global_batch_size
+        record = EvaluationRecord(state.iteration, split, loss)
+        for sink in self.sinks:
+            sink.evaluation(record)
+
+    def _report_timers(self) -> None:
+        interval = self.config.logging.log_interval
+        if self.trainer.state.iteration % interval == 0:
+            line = self.trainer.timers.line(interval)
+            if line is not None:
+                self.say(line)

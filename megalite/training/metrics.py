@@ -1,0 +1,276 @@
+"""What a run reports: log lines in Megatron-LM's form, the metrics file, TensorBoard, Weights & Biases.
+
+Key idea: the loop hands over one `StepRecord` a step; each sink takes from it what it needs. Only the first rank has
+sinks, since every rank holds the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from megalite.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step. `lm_loss` nats per token; `learning_rate` the one that this step used."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    lm_loss: float
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float
+    skipped: bool
+    global_batch_size: int
+    elapsed_ms: float
+    tokens_per_second: float
+    tflops_per_device: float
+    params_norm: float | None = None
+    zeros: int | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """One evaluation of a split after `iteration` steps."""
+
+    iteration: int
+    split: str
+    lm_loss: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(20.0, self.lm_loss))
+
+
+class Sink(Protocol):
+    """Takes records."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, record: EvaluationRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LogLines:
+    """Lines on stdout: after the first iteration of this process and at multiples of `--log-interval`; loss and time are
+    means since the last line."""
+
+    def __init__(self, config: RunConfig, total_iterations: int):
+        self.config, self.total = config, total_iterations
+        self.records: list[StepRecord] = []
+        self.skipped = self.nans = 0
+        self.first = True
+
+    def step(self, record: StepRecord) -> None:
+        self.records.append(record)
+        self.skipped += record.skipped
+        self.nans += math.isnan(record.lm_loss)
+        if self.first or record.iteration % self.config.logging.log_interval == 0:
+            print(self._line(), flush=True)
+            self.first = False
+            self.records, self.skipped, self.nans = [], 0, 0
+
+    def _line(self) -> str:
+        last, count = self.records[-1], len(self.records)
+        losses = [record.lm_loss for record in self.records if math.isfinite(record.lm_loss) and not record.skipped]
+        parts = [
+            f"iteration {last.iteration:8d}/{self.total:8d}",
+            f"consumed samples: {last.consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {sum(r.elapsed_ms for r in self.records) / count:.1f}",
+        ]
+        if self.config.logging.log_throughput:
+            mean = sum(r.tflops_per_device for r in self.records) / count
+            parts.append(f"throughput per GPU (TFLOP/s/GPU): {mean:.1f}" if mean >= 1 else f"throughput per GPU (TFLOP/s/GPU): {mean:.4f}")
+        parts += [f"learning rate: {last.learning_rate:.6E}", f"global batch size: {last.global_batch_size:5d}"]
+        if losses:
+            parts.append(f"lm loss: {sum(losses) / len(losses):.6E}")
+        parts += [f"loss scale: {last.loss_scale:.1f}", f"grad norm: {last.grad_norm:.3f}"]
+        if last.zeros is not None:
+            parts.append(f"num zeros: {last.zeros}")
+        if last.params_norm is not None:
+            parts.append(f"params norm: {last.params_norm:.3f}")
+        parts.append(f"number of skipped iterations: {self.skipped:3d}")
+        parts.append(f"number of nan iterations: {self.nans:3d}")
+        return f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(parts) + " |"
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        name = {"valid": "validation", "test": "test"}.get(record.split, record.split)
+        line = (
+            f" {name} loss at iteration {record.iteration} | lm loss value: {record.lm_loss:.6E} "
+            f"| lm loss PPL: {record.perplexity:.6E} | "
+        )
+        print("-" * len(line), line, "-" * len(line), sep="\n", flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN or infinity: null stands for them."""
+    return value if math.isfinite(value) else None
+
+
+class MetricsFile:
+    """One JSON object a line, floats at full precision, flushed every line. Lines beyond `resume_iteration` are those of
+    a run that was lost; they are removed first."""
+
+    def __init__(self, path: Path, resume_iteration: int):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            self._truncate(path, resume_iteration)
+        self.file: TextIO = path.open("a", encoding="utf-8")
+
+    @staticmethod
+    def _truncate(path: Path, last: int) -> None:
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                keep = json.loads(line)["iteration"] <= last and last > 0
+            except (ValueError, KeyError, TypeError):
+                keep = False  # a line cut off by a kill
+            if keep:
+                kept.append(line + "\n")
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, path)
+
+    def _write(self, values: dict[str, Any]) -> None:
+        self.file.write(json.dumps(values) + "\n")
+        self.file.flush()
+
+    def step(self, record: StepRecord) -> None:
+        values: dict[str, Any] = {
+            "iteration": record.iteration,
+            "consumed_samples": record.consumed_samples,
+            "consumed_tokens": record.consumed_tokens,
+            "lm_loss": _number(record.lm_loss),
+            "grad_norm": _number(record.grad_norm),
+            "learning_rate": record.learning_rate,
+            "loss_scale": record.loss_scale,
+            "skipped": record.skipped,
+            "global_batch_size": record.global_batch_size,
+            "elapsed_ms": record.elapsed_ms,
+            "tokens_per_second": record.tokens_per_second,
+            "tflops_per_device": record.tflops_per_device,
+        }
+        if record.params_norm is not None:
+            values["params_norm"] = _number(record.params_norm)
+        if record.zeros is not None:
+            values["num_zeros"] = record.zeros
+        self._write(values)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._write(
+            {
+                "iteration": record.iteration,
+                "split": record.split,
+                "lm_loss": _number(record.lm_loss),
+                "ppl": _number(record.perplexity),
+            }
+        )
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _step_scalars(record: StepRecord) -> dict[str, float]:
+    """Tags as Megatron-LM writes them."""
+    values = {
+        "lm loss": record.lm_loss,
+        "learning-rate": record.learning_rate,
+        "grad-norm": record.grad_norm,
+        "batch-size": record.global_batch_size,
+        "loss-scale": record.loss_scale,
+        "iteration-time": record.elapsed_ms / 1e3,
+        "throughput": record.tflops_per_device,
+    }
+    if record.params_norm is not None:
+        values["params-norm"] = record.params_norm
+    if record.zeros is not None:
+        values["num-zeros"] = record.zeros
+    return values
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, every `--tensorboard-log-interval` steps."""
+
+    def __init__(self, directory: str, interval: int, *, memory: bool, resume_iteration: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.interval, self.memory = interval, memory
+        self.writer = SummaryWriter(directory, purge_step=resume_iteration + 1 if resume_iteration else None)
+
+    def step(self, record: StepRecord) -> None:
+        if record.iteration % self.interval != 0:
+            return
+        values = _step_scalars(record)
+        if self.memory:
+            values["mem-allocated-bytes"] = allocated_bytes()
+        for tag, value in values.items():
+            self.writer.add_scalar(tag, value, record.iteration)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        name = "validation" if record.split == "valid" else record.split
+        self.writer.add_scalar(f"lm loss {name}", record.lm_loss, record.iteration)
+        self.writer.add_scalar(f"lm loss {name} ppl", record.perplexity, record.iteration)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def allocated_bytes() -> int:
+    """Bytes that torch holds on the GPU, or this process's resident memory where there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated()
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes, the peak
+
+
+class WeightsAndBiases:
+    """The same scalars for Weights & Biases."""
+
+    def __init__(self, config: RunConfig):
+        import wandb
+
+        self.run = wandb.init(
+            project=config.logging.wandb_project, name=config.logging.wandb_exp_name, config=config.to_dict()
+        )
+
+    def step(self, record: StepRecord) -> None:
+        self.run.log(_step_scalars(record), step=record.iteration)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.run.log({f"lm loss {record.split}": record.lm_loss}, step=record.iteration)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def make_sinks(config: RunConfig, total_iterations: int, resume_iteration: int) -> list[Sink]:
+    """The sinks that the configuration asks for; call on the first rank alone."""
+    logging = config.logging
+    sinks: list[Sink] = [LogLines(config, total_iterations)]
+    if logging.metrics_file is not None:
+        sinks.append(MetricsFile(Path(logging.metrics_file), resume_iteration))
+    if logging.tensorboard_dir is not None:
+        memory = logging.log_memory_to_tensorboard
+        interval = logging.tensorboard_log_interval
+        sinks.append(TensorBoard(logging.tensorboard_dir, interval, memory=memory, resume_iteration=resume_iteration))
+    if logging.wandb_project is not None:
+        sinks.append(WeightsAndBiases(config))
+    return sinks

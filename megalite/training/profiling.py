@@ -1,0 +1,60 @@
+"""`--profile`: a trace of some steps; `--timeline`: when each action of a schedule ran."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from megalite.config.schema import LoggingConfig
+from megalite.pipeline.schedules import Action
+
+
+class Profiler:
+    """torch.profiler around steps `--profile-step-start` to `--profile-step-end` (not included)."""
+
+    def __init__(self, config: LoggingConfig, directory: Path, rank: int):
+        self.config = config
+        self.target = directory / f"rank_{rank}.json"
+        self._profile: torch.profiler.profile | None = None
+
+    @contextlib.contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Around step `iteration` (from 1)."""
+        if self.config.profile and iteration == self.config.profile_step_start:
+            self._profile = torch.profiler.profile()
+            self._profile.__enter__()
+        yield
+        if self._profile is not None and iteration + 1 >= self.config.profile_step_end:
+            self._profile.__exit__(None, None, None)
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(self.target))
+            self._profile = None
+
+
+class Timeline:
+    """Writes one JSON line per executed action to `DIR/rank_N.jsonl`; times in ms from the first one."""
+
+    def __init__(self, directory: str, rank: int):
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        self.file: TextIO = (Path(directory) / f"rank_{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
+        self.zero: float | None = None
+
+    def __call__(self, action: Action, begin: float, end: float) -> None:
+        """A recorder of `PipelineRuntime`."""
+        self.zero = begin if self.zero is None else self.zero
+        line = {
+            "kind": action.kind,
+            "chunk": action.chunk,
+            "microbatch": action.microbatch,
+            "start_ms": begin - self.zero,
+            "end_ms": end - self.zero,
+        }
+        self.file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        self.file.close()

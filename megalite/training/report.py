@@ -1,0 +1,80 @@
+"""The block before the first step: what this run is, in numbers that can be checked."""
+
+from __future__ import annotations
+
+from megalite.config.schema import RunConfig
+from megalite.data.gpt_dataset import Datasets
+from megalite.distributed.mesh import Mesh
+from megalite.estimate.memory import estimate_memory
+from megalite.estimate.model import count_parameters, training_flops_per_token
+from megalite.models.gpt import GPTStage
+from megalite.nn.attention_backend import AttentionBackend
+from megalite.optimizer.optimizer import Optimizer
+from megalite.precision.policy import Precision
+from megalite.training.state import TrainingState
+
+
+def size(count: float, unit: str = "B") -> str:
+    """A number with a decimal prefix: 1234567 → 1.23 MB."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(count) < 1000 or prefix == "T":
+            return f"{count:.3g} {prefix}{unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def _model_lines(config: RunConfig, stage: GPTStage) -> list[str]:
+    total = count_parameters(config.model, stage.vocab_size).total
+    local = sum(parameter.numel() for parameter in stage.parameters())
+    rows = stage.output_weight.shape[0] * stage.group.size
+    assert config.data.seq_length is not None
+    flops = training_flops_per_token(config.model, stage.vocab_size, config.data.seq_length)
+    return [
+        f"parameters: {total:,} in all, {local:,} on this rank; vocabulary {stage.vocab_size:,}, {rows:,} rows in memory",
+        f"training FLOPs per token: {flops:.4g}",
+    ]
+
+
+def _memory_line(config: RunConfig, stage: GPTStage, backend: AttentionBackend) -> str:
+    local = sum(parameter.numel() for parameter in stage.parameters())
+    memory = estimate_memory(config, local, fused_attention=backend.kernel != "unfused")
+    return (
+        f"predicted memory per rank: {size(memory.total)} = parameters {size(memory.parameters)} + main gradients "
+        f"{size(memory.main_gradients)} + main parameters {size(memory.main_parameters)} + moments {size(memory.moments)} "
+        f"+ activations of one microbatch {size(memory.activations)}"
+    )
+
+
+def _layout_line(config: RunConfig, mesh: Mesh, threads: int) -> str:
+    layout = mesh.layout
+    sizes = f"TP {layout.tp} x PP {layout.pp} x DP {layout.dp} x CP {layout.cp} = {layout.world_size} processes"
+    return f"layout: {sizes} on {mesh.device.type}, {threads} threads each"
+
+
+def opening_block(
+    config: RunConfig,
+    *,
+    mesh: Mesh,
+    threads: int,
+    stage: GPTStage,
+    backend: AttentionBackend,
+    precision: Precision,
+    optimizer: Optimizer,
+    datasets: Datasets,
+    state: TrainingState,
+    total_iterations: int,
+) -> str:
+    """The whole block as text."""
+    training = config.training
+    norm = f"torch {config.model.normalization}"
+    lines = [
+        *_model_lines(config, stage),
+        _layout_line(config, mesh, threads),
+        f"precision: {precision.name}; attention: {backend.kernel} ({backend.reason}); norm: {norm}; "
+        f"optimizer: {optimizer.description}",
+        f"batch: {training.global_batch_size} sequences of {config.data.seq_length} tokens a step, micro batch "
+        f"{training.micro_batch_size}; {total_iterations:,} steps, starting after {state.iteration:,}",
+        *(f"data: {summary.line()}" for summary in datasets.summaries),
+        _memory_line(config, stage, backend),
+    ]
+    return "\n".join(["=" * 80, *(f" {line}" for line in lines), "=" * 80])

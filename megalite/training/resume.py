@@ -1,0 +1,139 @@
+"""Where a run starts: fresh, from its own checkpoint, or from another model's weights; and how it is saved.
+
+Key idea: entries are named by what they are (`model.NAME`, `optimizer.exp_avg.NAME`), never by who wrote them, so any
+layout and any precision reads any other's. A float32 run keeps no second copy of its weights: it reads a half-precision
+run's main parameters as its weights, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megalite.checkpoint.checkpoint import load_checkpoint, read_training_state, stored_keys
+from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint
+from megalite.config.errors import UserError
+from megalite.config.schema import CheckpointConfig, RunConfig
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.param_spec import ParamSpec
+from megalite.models.gpt import GPTStage
+from megalite.nn.module import named_specs
+from megalite.optimizer.optimizer import Optimizer
+from megalite.optimizer.schedule import Schedule
+from megalite.precision.loss_scaler import LossScaler
+from megalite.training.state import TrainingState
+
+Entry = tuple[str, Tensor, ParamSpec]
+
+
+def entries(stage: GPTStage, optimizer: Optimizer | None) -> Iterator[Entry]:
+    """Everything that a checkpoint holds as tensors."""
+    for name, parameter, spec in named_specs(stage):
+        yield f"model.{name}", parameter.detach(), spec
+    if optimizer is not None:
+        for name, tensor, spec in optimizer.named_state():
+            yield f"optimizer.{name}", tensor, spec
+
+
+def source_key(key: str, stored: set[str], *, half: bool) -> str:
+    """Which stored entry fills `key`: a wide weight takes a half-precision run's main parameter, and a main parameter
+    takes a wide run's weight."""
+    main = key.replace("model.", "optimizer.main.", 1)
+    if key.startswith("model.") and not half and main in stored:
+        return main
+    if key.startswith("optimizer.main.") and key not in stored:
+        return key.replace("optimizer.main.", "model.", 1)
+    return key
+
+
+def locate(config: CheckpointConfig) -> tuple[CheckpointDirectory | None, bool]:
+    """The checkpoint to start from, and whether only its weights are wanted.
+
+    A UserError where one is demanded and there is none.
+    """
+    found = find_checkpoint(Path(config.load), config.ckpt_step) if config.load is not None else None
+    if found is not None:
+        return found, config.finetune
+    if config.pretrained_checkpoint is not None:
+        found = find_checkpoint(Path(config.pretrained_checkpoint), None)
+        if found is None:
+            raise UserError(f"--pretrained-checkpoint {config.pretrained_checkpoint} holds no checkpoint")
+        return found, True
+    if config.load is not None and config.exit_on_missing_checkpoint:
+        raise UserError(f"--load {config.load} holds no checkpoint, and --exit-on-missing-checkpoint is set")
+    return None, False
+
+
+def load(
+    directory: CheckpointDirectory,
+    *,
+    config: RunConfig,
+    mesh: Mesh,
+    stage: GPTStage,
+    optimizer: Optimizer,
+    scaler: LossScaler,
+    schedule: Schedule,
+    weights_only: bool,
+) -> tuple[TrainingState, Schedule, list[str]]:
+    """Fill model and optimizer; the state and schedule to go on with, and notes for the user. Collective."""
+    weights_only = weights_only or config.checkpoint.finetune
+    with_optimizer = config.checkpoint.load_optim and not weights_only
+    stored = stored_keys(directory)
+    if with_optimizer and not any(key.startswith("optimizer.") for key in stored):
+        raise UserError(f"{directory.path} holds no optimizer state: load its weights alone with --no-load-optim or --finetune")
+    half = optimizer.precision.needs_main_parameters
+    wanted = entries(stage, optimizer if with_optimizer else None)
+    load_checkpoint(
+        directory, mesh=mesh, tensors=((source_key(key, stored, half=half), tensor, spec) for key, tensor, spec in wanted)
+    )
+    if not with_optimizer:
+        optimizer.refresh_main()
+    values = read_training_state(directory)
+    fresh = TrainingState(dropout_seed=config.training.seed)
+    if weights_only:
+        return fresh, schedule, []
+    state = TrainingState.from_dict(values["training"])
+    notes = []
+    if not config.checkpoint.load_rng or values.get("rng") is None:
+        state.dropout_seed = config.training.seed
+    elif state.dropout_seed != config.training.seed:
+        notes.append(
+            f"dropout goes on with the checkpoint's seed {state.dropout_seed} instead of --seed {config.training.seed}; "
+            "--no-load-rng changes that"
+        )
+    if with_optimizer:
+        optimizer.set_steps(int(values["optimizer_steps"]))
+        scaler.load_state(values["loss_scaler"])
+    schedule, schedule_notes = choose_schedule(config, schedule, Schedule(**values["schedule"]))
+    return state, schedule, notes + schedule_notes
+
+
+def choose_schedule(config: RunConfig, mine: Schedule, stored: Schedule) -> tuple[Schedule, list[str]]:
+    """The command line's schedule, or the checkpoint's where asked; a difference is told unless it was asked for."""
+    rate = config.learning_rate
+    if rate.use_checkpoint_opt_param_scheduler:
+        return stored, []
+    if mine == stored or rate.override_opt_param_scheduler:
+        return mine, []
+    theirs = stored.to_dict()
+    changed = [f"{key} {theirs[key]} → {value}" for key, value in mine.to_dict().items() if theirs[key] != value]
+    return mine, [
+        "the command line's schedule replaces the checkpoint's: " + ", ".join(changed) + " "
+        "(--override-opt_param-scheduler: no more word of it; --use-checkpoint-opt_param-scheduler: the checkpoint's)"
+    ]
+
+
+def training_state(
+    config: RunConfig, state: TrainingState, optimizer: Optimizer, scaler: LossScaler, schedule: Schedule
+) -> dict[str, Any]:
+    """What `training_state.json` holds."""
+    return {
+        "training": state.to_dict(),
+        "rng": {"dropout_seed": state.dropout_seed} if config.checkpoint.save_rng else None,
+        "optimizer_steps": optimizer.steps,
+        "loss_scaler": scaler.state(),
+        "schedule": schedule.to_dict(),
+    }

@@ -1,0 +1,158 @@
+"""The training loop.
+
+Key idea: `Trainer.step` is the whole of training, from data to update, in the order in which it happens; one process
+runs the same path as a thousand. Everything it uses is handed in.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from megalite.config.errors import UserError
+from megalite.config.schema import RunConfig
+from megalite.data.microbatch import Microbatch
+from megalite.distributed import random
+from megalite.distributed.collectives import all_reduce
+from megalite.distributed.mesh import Mesh
+from megalite.optimizer.optimizer import Optimizer, StepResult
+from megalite.optimizer.schedule import BatchSchedule, Schedule
+from megalite.pipeline.runtime import PipelineRuntime
+from megalite.pipeline.schedules import one_forward_one_backward
+from megalite.precision.loss_scaler import LossScaler
+from megalite.training.dump import dump_gradients
+from megalite.training.executor import GPTExecutor
+from megalite.training.metrics import StepRecord
+from megalite.training.state import TrainingState
+from megalite.training.timers import Timers
+
+
+class NonFiniteError(UserError):
+    """A loss or gradient norm that isn't finite, with `--nan-action stop`."""
+
+
+@dataclass
+class Trainer:
+    """All that a step needs. `flops_per_token`: of forward and backward."""
+
+    config: RunConfig
+    mesh: Mesh
+    executor: GPTExecutor
+    runtime: PipelineRuntime
+    optimizer: Optimizer
+    scaler: LossScaler
+    batches: BatchSchedule
+    schedule: Schedule
+    state: TrainingState
+    microbatches: Iterator[Microbatch]
+    timers: Timers
+    flops_per_token: float
+    dump_grads: str | None = None  # until the first step has been dumped
+    _ended: float = field(default_factory=time.perf_counter)
+
+    def step(self) -> StepRecord:
+        """One step: data, forward and backward, reduction, judgement, update. Collective over the world."""
+        samples = self.batches.at(self.state.consumed_samples)
+        with self.timers.section("batch-generator", 2):
+            microbatches = [next(self.microbatches) for _ in range(self._count(samples))]
+        tokens = self._count_tokens(microbatches)
+        loss_scale = self.scaler.scale
+        loss = self._forward_backward(microbatches, tokens, loss_scale)
+        with self.timers.section("all-grads-sync"):
+            self.optimizer.reduce_gradients()
+        if self.dump_grads is not None:
+            dump_gradients(self.dump_grads, self.optimizer, self.mesh, loss_scale)
+            self.dump_grads = None
+        with self.timers.section("grad-norm", 2):
+            result = self.optimizer.measure(loss_scale)
+        return self._finish(samples, tokens, loss, loss_scale, result)
+
+    def _count(self, samples: int) -> int:
+        """Microbatches of this rank in a global batch of `samples`."""
+        assert self.config.training.micro_batch_size is not None
+        return samples // (self.config.training.micro_batch_size * self.mesh.dp.size)
+
+    def _count_tokens(self, microbatches: list[Microbatch]) -> int:
+        """Unmasked tokens of the global batch: what the loss is the mean over."""
+        mine = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum().to(self.mesh.device)
+        return int(all_reduce(mine, self.mesh.dp_cp).item())
+
+    def _forward_backward(self, microbatches: list[Microbatch], tokens: int, loss_scale: float) -> float:
+        """Gradients into the buffers; the mean loss over the global batch, equal on all ranks."""
+        with self.timers.section("forward-backward"):
+            self.optimizer.zero_grad()
+            key = random.fold(self.state.dropout_seed, "dropout")
+            if self.mesh.device.type == "cuda":
+                # Kernels with a dropout stream of their own start it anew each step: resuming needs no generator state.
+                stream = random.fold(key, self.state.consumed_samples, self.mesh.rank)
+                torch.cuda.manual_seed(int(stream.item()) & (2**63 - 1))
+            self.executor.begin(microbatches, loss_scale=loss_scale, tokens=tokens, dropout_key=key)
+            stages = self.mesh.pp.size
+            self.runtime.run(one_forward_one_backward(stages, 1, len(microbatches))[self.mesh.pp.rank])
+        total = all_reduce(self.executor.loss_sum.clone(), self.mesh.dp_cp)
+        return float(total.item()) / max(1, tokens)
+
+    def _finish(self, samples: int, tokens: int, loss: float, loss_scale: float, result: StepResult) -> StepRecord:
+        """Update or skip, advance the state, and tell."""
+        state = self.state
+        finite = result.finite and math.isfinite(loss)
+        rate = self.schedule.learning_rate(state.schedule_samples)
+        zeros = self.optimizer.count_zeros() if self.config.logging.log_num_zeros_in_grad else None
+        if not finite and self.config.training.nan_action == "stop":
+            raise NonFiniteError(
+                f"iteration {state.iteration + 1}: loss {loss}, gradient norm {result.grad_norm}; the last good state is the "
+                "newest checkpoint. Lower --lr, or go on past such steps with --nan-action skip"
+            )
+        if finite:
+            with self.timers.section("optimizer"):
+                self.optimizer.step(
+                    result,
+                    lr=rate,
+                    decoupled_lr=self.schedule.learning_rate(state.schedule_samples, decoupled=True),
+                    weight_decay=self.schedule.weight_decay(state.schedule_samples),
+                    loss_scale=loss_scale,
+                )
+            state.schedule_samples += samples
+        self.scaler.update(finite)
+        state.iteration += 1
+        state.consumed_samples += samples
+        state.consumed_tokens += samples * self._sequence_length
+        state.skipped += not finite
+        state.nans += math.isnan(loss)
+        elapsed = self._elapsed()
+        all_tokens = samples * self._sequence_length
+        return StepRecord(
+            iteration=state.iteration,
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            lm_loss=loss,
+            grad_norm=result.grad_norm,
+            learning_rate=rate,
+            loss_scale=loss_scale,
+            skipped=not finite,
+            global_batch_size=samples,
+            elapsed_ms=elapsed * 1e3,
+            tokens_per_second=all_tokens / elapsed,
+            tflops_per_device=all_tokens * self.flops_per_token / elapsed / self.mesh.world.size / 1e12,
+            params_norm=self.optimizer.parameter_norm() if self.config.logging.log_params_norm else None,
+            zeros=zeros,
+        )
+
+    @property
+    def _sequence_length(self) -> int:
+        assert self.config.data.seq_length is not None
+        return self.config.data.seq_length
+
+    def _elapsed(self) -> float:
+        """Seconds since the last step ended (or `restart_clock`)."""
+        now = time.perf_counter()
+        elapsed, self._ended = now - self._ended, now
+        return elapsed
+
+    def restart_clock(self) -> None:
+        """Leave what happened since the last step (an evaluation, a save) out of the next step's time."""
+        self._ended = time.perf_counter()

@@ -1,0 +1,66 @@
+"""Package metadata of megalite. The tools' settings are in pyproject.toml, the pinned versions in requirements.lock.
+
+A range claims only what the tests ran with: it starts at the locked version and ends before the next release that may
+change behaviour.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+DEPENDENCIES = [
+    "torch>=2.13.0,<2.14",  # tensors, autograd, collectives, distributed checkpoints
+    "numpy>=2.4.6,<2.5",  # memory-mapped datasets and sample indices; the shuffles are RandomState's
+    "sentencepiece>=0.2.3,<0.3",  # trains and reads SentencePiece models
+    "tokenizers>=0.23.3,<0.24",  # reads tokenizer.json and GPT-2 BPE
+    "tiktoken>=0.14.0,<0.15",  # byte-level BPE from tiktoken rank files
+    "zstandard>=0.25.0,<0.26",  # reads .jsonl.zst
+    "tqdm>=4.70.1,<5",  # progress bars of the tools
+    "tensorboard>=2.21.0,<2.22",  # torch.utils.tensorboard imports it
+    "safetensors>=0.8.0,<0.9",  # tensors on disk without pickle
+]
+
+# An extra exists once code uses it.
+HF = [
+    "transformers>=5.24.0,<5.25",  # the independent truth for models that Hugging Face has too
+]
+TEST = [
+    *HF,
+    "pytest>=9.2.0,<10",  # runs the tests
+    "pytest-timeout>=2.4.0,<3",  # one hung test fails alone
+    # the truth for dataset bytes and sample order, so one release exactly; it has no wheel for Python 3.14
+    "megatron-core==0.16.1; python_version < '3.14'",
+]
+DEV = [
+    *TEST,
+    "ruff>=0.17.6,<0.18",  # lint and format; a minor release may format otherwise
+    "mypy>=2.4.1,<2.5",  # type checker
+    "types-tqdm>=4.70.0.20261106,<5",  # tqdm ships no types
+]
+
+
+def version() -> str:
+    """`__version__` as the package's source states it; importing the package could need torch."""
+    source = (ROOT / "megalite" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', source, flags=re.MULTILINE)
+    if match is None:
+        raise ValueError("megalite/__init__.py has no line __version__ = ...")
+    return match.group(1)
+
+
+setup(
+    name="megalite",
+    version=version(),
+    description="A Megatron-style training framework for transformer language models that one person can read",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["megalite", "megalite.*"]),
+    install_requires=DEPENDENCIES,
+    extras_require={"hf": HF, "test": TEST, "dev": DEV},
+)

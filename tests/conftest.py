@@ -1,0 +1,36 @@
+"""Fixtures for the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megalite.distributed.pool import ProcessPool
+
+POOL_SIZE = 8
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[ProcessPool]:
+    """The session's worker processes, started by the first test that calls them."""
+    with ProcessPool(POOL_SIZE) as workers:
+        yield workers
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_no_luck() -> None:
+    """Some CPU kernels sum in another order with more threads; data that a test draws is the same in any order of tests."""
+    torch.set_num_threads(1)
+    torch.manual_seed(20260131)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `cuda` need a device."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "cuda" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,63 @@
+"""Document boundaries inside a sample."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megalite.data.document_mask import SampleFormat, document_ids, eod_loss_mask, restarted_positions
+
+EOD = 99
+
+
+def test_the_worked_example() -> None:
+    text = np.array([10, 11, EOD, 20, 21])
+    item = SampleFormat(EOD, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True).item(text)
+    assert item["tokens"].tolist() == [10, 11, EOD, 20]
+    assert item["labels"].tolist() == [11, EOD, 20, 21]
+    assert item["position_ids"].tolist() == [0, 1, 2, 0]
+    assert item["loss_mask"].tolist() == [True, True, False, True]
+    assert item["document_ids"].tolist() == [0, 0, 0, 1]
+    assert {name: array.dtype.name for name, array in item.items()} == {
+        "tokens": "int64",
+        "labels": "int64",
+        "loss_mask": "bool",
+        "position_ids": "int64",
+        "document_ids": "int32",
+    }
+
+
+def test_without_the_options_a_sample_is_one_document() -> None:
+    item = SampleFormat(EOD).item(np.array([10, 11, EOD, 20, 21]))
+    assert item["position_ids"].tolist() == [0, 1, 2, 3]
+    assert item["loss_mask"].all()
+    assert "document_ids" not in item
+
+
+def test_eods_in_a_row_at_the_start_and_at_the_end() -> None:
+    tokens = np.array([EOD, EOD, 1, 2, EOD])
+    assert restarted_positions(tokens, EOD).tolist() == [0, 0, 0, 1, 2]
+    assert document_ids(tokens, EOD).tolist() == [0, 1, 2, 2, 2]
+    assert eod_loss_mask(tokens, EOD).tolist() == [False, False, True, True, False]
+
+
+def test_batches_are_masked_row_by_row() -> None:
+    tokens = np.random.default_rng(0).integers(EOD - 3, EOD + 1, (5, 40))
+    for function in (restarted_positions, document_ids, eod_loss_mask):
+        np.testing.assert_array_equal(function(tokens, EOD), np.stack([function(row, EOD) for row in tokens]))
+
+
+def test_masks_equal_megatron_cores() -> None:
+    torch = pytest.importorskip("torch")
+    theirs = pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    random = np.random.default_rng(1)
+    for _ in range(20):
+        tokens = random.integers(EOD - 4, EOD + 1, 30)
+        attention, loss, positions = theirs._get_ltor_masks_and_position_ids(
+            torch.from_numpy(tokens), EOD, True, True, True, True
+        )
+        assert restarted_positions(tokens, EOD).tolist() == positions.tolist()
+        assert eod_loss_mask(tokens, EOD).tolist() == loss.bool().tolist()
+        ids = document_ids(tokens, EOD)
+        visible = (ids[:, None] == ids[None, :]) & np.tri(30, dtype=bool)
+        np.testing.assert_array_equal(visible, ~attention[0].numpy())

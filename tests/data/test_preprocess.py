@@ -1,0 +1,253 @@
+"""Preprocessing: the same bytes for any number of workers, bad input by file and line, nothing left after a failure."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from megalite.config.errors import FlagError, UserError
+from megalite.config.schema import TokenizerConfig
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.preprocess import PreprocessOptions, Summary, preprocess
+from tests.data.corpora import SAMPLES, sentencepiece_model, write_jsonl
+
+NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=1000)
+
+
+def run(inputs: Path | list[Path], prefix: Path, tokenizer: TokenizerConfig = NULL, **options: Any) -> Summary:
+    files = [str(path) for path in (inputs if isinstance(inputs, list) else [inputs])]
+    return preprocess(PreprocessOptions(files, str(prefix), **options), tokenizer)
+
+
+def documents(prefix: Path, key: str = "text") -> list[list[int]]:
+    data = IndexedDataset(f"{prefix}_{key}_document")
+    assert len(data) == data.num_documents
+    return [data[n].tolist() for n in range(len(data))]
+
+
+def content(prefix: Path, key: str = "text") -> tuple[bytes, bytes]:
+    return tuple(Path(f"{prefix}_{key}_document.{end}").read_bytes() for end in ("bin", "idx"))  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return sentencepiece_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    texts = (SAMPLES[n % len(SAMPLES)] * (n % 4) + f" {n} " for n in range(900))
+    return write_jsonl(tmp_path_factory.mktemp("corpus") / "c.jsonl", texts)
+
+
+def test_tokens_are_the_tokenizers_and_eod_ends_each_document(model: str, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", SAMPLES)
+    config = TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model)
+    truth = sentencepiece.SentencePieceProcessor(model_file=model)
+    wanted = [truth.encode(text) for text in SAMPLES]
+    summary = run(source, tmp_path / "plain", config)
+    assert documents(tmp_path / "plain") == wanted
+    assert (summary.documents, summary.tokens) == ({"text": len(SAMPLES)}, {"text": sum(map(len, wanted))})
+    run(source, tmp_path / "eod", config, append_eod=True)
+    assert documents(tmp_path / "eod") == [[*ids, truth.eos_id()] for ids in wanted]
+
+
+def test_the_number_of_workers_and_chunks_changes_no_byte(model: str, corpus: Path, tmp_path: Path) -> None:
+    config = TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model)
+    runs = {"one": (1, 1 << 20), "small": (1, 3000), "four": (4, 5000)}
+    for name, (workers, chunk_bytes) in runs.items():
+        run(corpus, tmp_path / name, config, append_eod=True, workers=workers, chunk_bytes=chunk_bytes)
+    assert content(tmp_path / "one") == content(tmp_path / "small") == content(tmp_path / "four")
+    assert len(documents(tmp_path / "one")) == 900
+
+
+def test_several_files_equal_their_concatenation(corpus: Path, tmp_path: Path) -> None:
+    lines = [f'{{"text": "{n} {n + 1}"}}\n' for n in range(100)]
+    (tmp_path / "all.jsonl").write_text("".join(lines))
+    parts = [tmp_path / f"p{n}.jsonl" for n in range(4)]
+    for n, part in enumerate(parts):
+        part.write_text("".join(lines[25 * n : 25 * n + 25]))
+    run(tmp_path / "all.jsonl", tmp_path / "all")
+    run(parts, tmp_path / "parts")
+    preprocess(PreprocessOptions([str(tmp_path / "p*.jsonl")], str(tmp_path / "glob")), NULL)
+    assert content(tmp_path / "all") == content(tmp_path / "parts") == content(tmp_path / "glob")
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("empty", ["", "   ", "\n\t\u3000"])
+def test_empty_documents_are_skipped_and_counted(tmp_path: Path, append_eod: bool, place: int, empty: str) -> None:
+    texts = ["1 2", "3"]
+    texts.insert(place, empty)
+    summary = run(write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "o", append_eod=append_eod)
+    end = [1000] if append_eod else []
+    assert documents(tmp_path / "o") == [[1, 2, *end], [3, *end]]
+    assert (summary.documents, summary.empty, summary.bad) == ({"text": 2}, {"text": 1}, 0)
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+@pytest.mark.parametrize("texts", [["", "  "], []])
+def test_a_file_of_only_empty_documents_is_an_error_and_writes_nothing(
+    tmp_path: Path, append_eod: bool, texts: list[str]
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    with pytest.raises(UserError, match=rf"a.jsonl: no text under the key 'text' \({len(texts)} empty"):
+        run(source, tmp_path / "o", append_eod=append_eod)
+    assert list(tmp_path.glob("o*")) == []
+
+
+def test_keys_have_files_of_their_own_and_skip_their_own_empties(tmp_path: Path) -> None:
+    rows = [{"a": "1", "b": "2 2"}, {"a": "", "b": "3"}, {"a": "4", "b": " "}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = run(tmp_path / "a.jsonl", tmp_path / "o", json_keys=["b", "a"])
+    assert documents(tmp_path / "o", "a") == [[1], [4]]
+    assert documents(tmp_path / "o", "b") == [[2, 2], [3]]
+    assert summary.empty == {"a": 1, "b": 1}
+
+
+BAD_LINES = {
+    "broken JSON": b'{"text": "1"',
+    "no key": b'{"body": "1"}',
+    "null": b'{"text": null}',
+    "a number": b'{"text": 5}',
+    "surrogate": b'{"text": "\\ud800"}',
+    "not UTF-8": b'{"text": "\xff"}',
+    "is none": b'{"text": "1 two"}',
+    "0 to 1000": b'{"text": "1001"}',
+}
+
+
+def lines_with(bad: bytes) -> bytes:
+    lines = [b'{"text": "%d"}\r' % (n % 7) for n in range(1, 600)]
+    lines[499] = bad
+    return b"\xef\xbb\xbf" + b"\n".join(lines) + b"\n\n"
+
+
+@pytest.mark.parametrize(("message", "bad"), BAD_LINES.items())
+def test_a_bad_line_stops_with_file_and_line_or_is_skipped(tmp_path: Path, message: str, bad: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines_with(bad))
+    with pytest.raises(UserError, match=rf"a\.jsonl:500: .*{message}"):
+        run(tmp_path / "a.jsonl", tmp_path / "o", chunk_bytes=1000)
+    assert list(tmp_path.glob("o*")) == []
+    told: list[str] = []
+    options = PreprocessOptions([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), on_error="skip")
+    summary = preprocess(options, NULL, told.append)
+    assert (summary.documents["text"], summary.bad) == (598, 1)
+    assert told[0].startswith(f"skipped {tmp_path}/a.jsonl:500: ")
+    assert documents(tmp_path / "o") == [[n % 7] for n in range(1, 600) if n != 500]
+
+
+def test_the_first_bad_line_is_told_with_several_workers(tmp_path: Path) -> None:
+    content = lines_with(BAD_LINES["null"]).replace(b'"3"', b"3")
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.jsonl:3: the value of 'text' is a number"):
+        run(tmp_path / "a.jsonl", tmp_path / "o", workers=4, chunk_bytes=200)
+    assert list(tmp_path.glob("o*")) == []
+
+
+def test_all_bad_and_skipped_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("x\ny\n" * 30)
+    told: list[str] = []
+    options = PreprocessOptions([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), on_error="skip")
+    with pytest.raises(UserError, match="0 empty documents, 60 bad ones"):
+        preprocess(options, NULL, told.append)
+    assert len(told) == 20
+    assert list(tmp_path.glob("o*")) == []
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(65498, "uint16"), (65499, "int32"), (65500, "int32"), (65535, "int32"), (65536, "int32"), (65537, "int32")],
+)
+def test_the_dtype_holds_the_largest_id_that_can_occur(tmp_path: Path, vocab_size: int, dtype: str) -> None:
+    # The EOD is one id more, so the vocabulary has vocab_size + 1 ids; below 65,500 they are uint16.
+    source = write_jsonl(tmp_path / "a.jsonl", [f"0 {vocab_size - 1}"])
+    config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size)
+    run(source, tmp_path / "o", config, append_eod=True)
+    assert documents(tmp_path / "o") == [[0, vocab_size - 1, vocab_size]]
+    assert IndexedDataset(f"{tmp_path}/o_text_document").dtype == np.dtype(dtype)
+
+
+def test_append_eod_without_an_eod_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    import tokenizers
+
+    learner = tokenizers.ByteLevelBPETokenizer()
+    learner.train_from_iterator(SAMPLES, vocab_size=300, show_progress=False)
+    learner.save(str(tmp_path / "bare.json"))
+    config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "bare.json"))
+    source = write_jsonl(tmp_path / "a.jsonl", SAMPLES)
+    run(source, tmp_path / "fine", config)
+    (tmp_path / "a.jsonl").write_text("not even JSON")
+    with pytest.raises(FlagError, match="--append-eod needs a tokenizer with an end-of-document id"):
+        run(source, tmp_path / "o", config, append_eod=True)
+    assert list(tmp_path.glob("o*")) == []
+
+
+def test_a_failure_keeps_the_files_of_an_earlier_run(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["1 2"])
+    run(source, tmp_path / "o")
+    before = content(tmp_path / "o")
+    with pytest.raises(UserError):
+        run(write_jsonl(source, ["1 2", "x"]), tmp_path / "o")
+    assert content(tmp_path / "o") == before
+    assert len(list(tmp_path.glob("o*"))) == 2
+
+
+def test_plain_text_is_tokenized_whole_and_a_single_document_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1 2\n\n3\r\n4")
+    told: list[str] = []
+    options = PreprocessOptions([str(tmp_path / "a.txt")], str(tmp_path / "o"))
+    preprocess(options, NULL, told.append)
+    assert documents(tmp_path / "o") == [[1, 2, 3, 4]]
+    assert "one document" in told[-1]
+    preprocess(replace(options, text_documents="paragraph"), NULL)
+    assert documents(tmp_path / "o") == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"workers": 0}, "--workers 0"), ({"log_interval": 0}, "--log-interval 0"), ({"json_keys": []}, "--json-keys")],
+)
+def test_options_that_cannot_work_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlagError, match=message):
+        run(write_jsonl(tmp_path / "a.jsonl", ["1"]), tmp_path / "o", **options)
+    with pytest.raises(FlagError, match="--output-prefix"):
+        preprocess(PreprocessOptions([str(tmp_path / "a.jsonl")], f"{tmp_path}/"), NULL)
+
+
+def test_progress_is_told_in_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["1 2 3"] * 1000)
+    told: list[str] = []
+    options = PreprocessOptions([str(source)], str(tmp_path / "o"), log_interval=300, chunk_bytes=1000)
+    summary = preprocess(options, NULL, told.append)
+    assert len(told) == 3
+    assert told[0].startswith("processed 3")
+    assert summary.input_bytes == source.stat().st_size
+    assert "text: 1,000 documents, 3,000 tokens, 0 empty skipped; 0 bad skipped" in str(summary)
+
+
+def test_many_tiny_documents_need_little_memory(tmp_path: Path) -> None:
+    with (tmp_path / "a.jsonl").open("w") as stream:
+        stream.writelines('{"text": "%d"}\n' % (n % 1000) for n in range(200_000))
+    code = (
+        "import resource\n"
+        "from megalite.data.preprocess import *\n"
+        "config = TokenizerConfig(tokenizer_type='NullTokenizer', vocab_size=1000)\n"
+        "start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"preprocess(PreprocessOptions(['{tmp_path}/a.jsonl'], '{tmp_path}/o', append_eod=True), config)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    data = IndexedDataset(f"{tmp_path}/o_text_document")
+    assert (data.num_documents, data.num_tokens) == (200_000, 400_000)
+    unit = 1 if sys.platform == "darwin" else 1024
+    # The index needs 12 bytes a document; one chunk of lines with its objects, some megabytes.
+    assert int(done.stdout) * unit < 100e6

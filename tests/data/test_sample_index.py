@@ -1,0 +1,189 @@
+"""The three index arrays: equal to megatron-core's, without overflow, and safe to build by many processes at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.data.sample_index import (
+    SampleIndex,
+    build_index,
+    cut_documents,
+    epochs_needed,
+    load_or_build_index,
+    samples_in,
+)
+from tests.data.token_files import megatron_sets, random_documents, write_tokens
+
+
+@pytest.mark.parametrize(
+    "tokens, samples, seq_length, expected",
+    [
+        (64, 1, 64, 2),
+        (65, 1, 64, 1),
+        (129, 2, 64, 1),
+        (129, 3, 64, 2),
+        (50, 100, 64, 129),
+        (1, 1, 64, 65),
+        (10, 0, 4, 1),
+    ],
+)
+def test_epochs_are_the_fewest_that_hold_the_samples(tokens: int, samples: int, seq_length: int, expected: int) -> None:
+    assert epochs_needed(tokens, samples, seq_length) == expected
+    assert samples_in(expected * tokens, seq_length) >= samples
+    assert expected == 1 or samples_in((expected - 1) * tokens, seq_length) < samples
+
+
+def slow_cuts(lengths: list[int], seq_length: int, count: int) -> list[tuple[int, int]]:
+    """By walking over every token."""
+    where = [(document, offset) for document, length in enumerate(lengths) for offset in range(length)]
+    return [(0, 0)] + [where[cut * seq_length] for cut in range(1, count + 1)]
+
+
+@pytest.mark.parametrize("lengths", [[5], [1, 1, 1, 1, 9], [0, 3, 0, 0, 4, 0, 2, 0], [7, 0, 1, 6]])
+@pytest.mark.parametrize("seq_length", [1, 2, 3, 4])
+def test_cuts_equal_a_walk_over_all_tokens(lengths: list[int], seq_length: int) -> None:
+    count = samples_in(sum(lengths), seq_length)
+    index = cut_documents(np.array(lengths, dtype=np.int32), seq_length, count)
+    assert index.dtype == np.int64
+    assert [tuple(row) for row in index.tolist()] == slow_cuts(lengths, seq_length, count)
+
+
+@pytest.mark.parametrize("samples", [1, 40, 41, 55, 74, 75, 77, 80, 150, 200, 400])
+@pytest.mark.parametrize("documents, empty", [(20, False), (23, True)])
+def test_all_three_arrays_equal_megatron_cores(tmp_path: Path, samples: int, documents: int, empty: bool) -> None:
+    pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    corpus = random_documents(documents, empty=empty)
+    prefix = write_tokens(tmp_path / "a", corpus)
+    theirs = megatron_sets((samples, 0, 0), blend=([prefix], None), split="100,0,0")[0]
+    lengths = np.array([len(each) for each in corpus], dtype=np.int32)
+    ours = build_index(lengths, 0, documents, num_samples=samples, seq_length=64, seed=1234)
+    np.testing.assert_array_equal(ours.document_index, theirs.document_index)
+    np.testing.assert_array_equal(ours.sample_index, theirs.sample_index)
+    np.testing.assert_array_equal(ours.shuffle_index, theirs.shuffle_index)
+    assert {array.dtype.name for array in vars(ours).values()} == {"int64"}
+
+
+def test_a_last_epoch_of_few_samples_is_shuffled_on_its_own() -> None:
+    lengths = np.full(10, 65, dtype=np.int32)
+    one = samples_in(650, 64)
+    for extra, separate in [(1, True), (one - 4, True), (one - 1, False)]:
+        index = build_index(lengths, 0, 10, num_samples=one + extra, seq_length=64, seed=1)
+        assert (sorted(index.document_index[:10]) == list(range(10))) == separate
+        assert (index.shuffle_index[:one].max() < one) == separate
+
+
+def test_a_range_of_documents_uses_no_other(tmp_path: Path) -> None:
+    index = build_index(np.full(50, 9, np.int32), 20, 30, num_samples=100, seq_length=8, seed=0)
+    assert set(index.document_index.tolist()) == set(range(20, 30))
+
+
+def test_indices_of_billions_of_tokens_stay_in_order() -> None:
+    lengths = np.full(8, 2**28, dtype=np.int32)
+    samples = samples_in(4 * 8 * 2**28, 2**20)
+    index = build_index(lengths, 0, 8, num_samples=samples, seq_length=2**20, seed=0)
+    assert len(index.document_index) == 32
+    place = index.sample_index[:, 0] * 2**28 + index.sample_index[:, 1]
+    assert (np.diff(place) == 2**20).all()
+    assert index.sample_index.min() == 0
+    assert sorted(index.shuffle_index.tolist()) == list(range(samples))
+
+
+def _build(folder: str, notes: list[str] | None = None, **changes: Any) -> SampleIndex:
+    lengths = np.array([len(each) for each in random_documents(50)], dtype=np.int32)
+    settings: dict[str, Any] = {"num_samples": 200, "seq_length": 64, "seed": 1, **changes}
+    first, last = settings.pop("documents", (0, 50))
+    return load_or_build_index(
+        lengths,
+        first,
+        last,
+        folder=folder,
+        label="a corpus/train",
+        notes=notes if notes is not None else [],
+        **settings,
+    )
+
+
+def _equal(a: SampleIndex, b: SampleIndex) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
+
+
+def test_the_cache_is_used_and_never_rewritten(tmp_path: Path) -> None:
+    first = _build(str(tmp_path / "cache"))
+    files = sorted((tmp_path / "cache").iterdir())
+    assert [path.suffix for path in files] == [".npy"] * 3
+    stamps = [path.stat().st_mtime_ns for path in files]
+    second = _build(str(tmp_path / "cache"))
+    assert isinstance(second.sample_index, np.memmap)
+    assert _equal(first, second)
+    assert [path.stat().st_mtime_ns for path in files] == stamps
+
+
+@pytest.mark.parametrize("change", [{"seed": 2}, {"num_samples": 201}, {"seq_length": 63}, {"documents": (0, 49)}])
+def test_every_dependency_is_in_the_name(tmp_path: Path, change: dict[str, Any]) -> None:
+    cached = _build(str(tmp_path))
+    changed = _build(str(tmp_path), **change)
+    assert len(list(tmp_path.iterdir())) == 6
+    assert not _equal(cached, changed)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file where the folder should be")
+    notes: list[str] = []
+    index = _build(str(tmp_path / "file"), notes)
+    assert _equal(index, _build(str(tmp_path / "good")))
+    assert len(notes) == 1
+    assert str(tmp_path / "file") in notes[0]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_cache_is_done_without(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    notes: list[str] = []
+    _build(str(tmp_path), notes)
+    assert len(notes) == 1
+
+
+def test_a_damaged_cache_file_is_named_and_done_without(tmp_path: Path) -> None:
+    good = _build(str(tmp_path))
+    victim = next(path for path in tmp_path.iterdir() if "sample_index" in path.name)
+    victim.write_bytes(victim.read_bytes()[:200])
+    notes: list[str] = []
+    assert _equal(_build(str(tmp_path), notes), good)
+    assert "damaged" in notes[0]
+
+
+def test_a_pickled_index_names_its_files_instead_of_copying(tmp_path: Path) -> None:
+    index = _build(str(tmp_path))
+    assert len(pickle.dumps(index)) < 2000
+    assert _equal(pickle.loads(pickle.dumps(index)), index)
+
+
+def _build_at_once(folder: str, go: Any, results: Any) -> None:
+    go.wait()
+    for round_ in range(20):
+        notes: list[str] = []
+        index = _build(f"{folder}/{round_}", notes)
+        results.put((round_, notes, int(index.shuffle_index[7]), index.sample_index.sum().item()))
+
+
+def test_four_processes_build_one_cold_cache_at_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    go, results = context.Barrier(4), context.Queue()
+    workers = [context.Process(target=_build_at_once, args=(str(tmp_path), go, results)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    seen = [results.get(timeout=60) for _ in range(80)]
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    assert len({each[2:] for each in seen}) == 1
+    assert all(not each[1] for each in seen)
+    for folder in tmp_path.iterdir():
+        assert len(list(folder.glob("*.npy"))) == 3 == len(list(folder.iterdir()))

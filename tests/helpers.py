@@ -1,0 +1,132 @@
+"""Tiny models and specs as data, for tests of any room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from megalite.distributed.layout import Layout
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.param_spec import ParamSpec
+from megalite.models.gpt import GPTStage, StageSpan, whole_model
+from megalite.nn.attention_backend import AttentionBackend, choose_backend
+from megalite.nn.module import Build, initialize, named_specs
+from megalite.precision.policy import Precision
+
+VOCABULARY = 131  # a prime, so that it never divides
+
+FP64 = Precision.from_config(PrecisionConfig(fp64=True))
+FP32 = Precision.from_config(PrecisionConfig())
+BF16 = Precision.from_config(PrecisionConfig(bf16=True))
+FP16 = Precision.from_config(PrecisionConfig(fp16=True))
+
+UNFUSED = AttentionBackend("unfused", (), "test")
+SDPA = AttentionBackend("sdpa", (), "test")
+
+
+def tiny_config(**overrides: Any) -> ModelConfig:
+    """A resolved network of 2 layers and 4 heads of 8, without dropout; `overrides` are fields of `ModelConfig`."""
+    values: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "make_vocab_size_divisible_by": 1,
+        **overrides,
+    }
+    values.setdefault("ffn_hidden_size", 4 * values["hidden_size"])
+    values.setdefault("kv_channels", values["hidden_size"] // values["num_attention_heads"])
+    values.setdefault("group_query_attention", "num_query_groups" in values)
+    values.setdefault("num_query_groups", values["num_attention_heads"])
+    return ModelConfig(**values)
+
+
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "ffn_hidden_size": 48,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "num_query_groups": 2,
+}
+"""Fields that turn `tiny_config` into a Llama."""
+
+
+def data_mesh(layout: Layout, rank: int) -> Mesh:
+    """A rank of a layout without processes: good for building modules and reading specs, not for communication."""
+    return Mesh(layout, rank, torch.device("cpu"), {})
+
+
+def tiny_model(
+    mesh: Mesh,
+    precision: Precision,
+    *,
+    vocab_size: int = VOCABULARY,
+    span: StageSpan | None = None,
+    seed: int = 1234,
+    **overrides: Any,
+) -> GPTStage:
+    """An initialised stage (default: the whole model) of `tiny_config(**overrides)`, attention as on the mesh's device."""
+    config = tiny_config(**overrides)
+    run = RunConfig(model=config)
+    if precision.compute is not precision.wide:
+        run.precision.bf16 = True
+    assert config.num_layers is not None
+    backend = choose_backend(run, mesh.device.type)
+    model = GPTStage(Build(config, mesh, precision), vocab_size, span or whole_model(config.num_layers), backend)
+    initialize(model, seed)
+    return model
+
+
+def tiny_tokens(batch: int, length: int, *, vocab_size: int = VOCABULARY, seed: int = 0) -> Tensor:
+    """Token ids [batch, length + 1]: inputs are all but the last, labels all but the first."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (batch, length + 1), generator=generator)
+
+
+def assemble(parts: Iterable[tuple[int, ParamSpec, Tensor]]) -> Tensor:
+    """The logical tensor from the owned boxes of (rank, spec, local tensor) of every rank of one replica."""
+    whole: Tensor | None = None
+    for rank, spec, local in parts:
+        if whole is None:
+            whole = torch.full(spec.shape, float("nan"), dtype=local.dtype)
+        for box in spec.boxes:
+            if box.owner == rank:
+                whole[box.global_slices] = local[box.local_slices]
+    assert whole is not None
+    return whole
+
+
+def assemble_gradients(parts: Iterable[tuple[int, ParamSpec, Tensor]]) -> Tensor:
+    """As `assemble`, for gradients: the parts of a box with `sum_over` are summed over its ranks first."""
+    by_rank = {rank: (spec, local.clone()) for rank, spec, local in parts}
+    result = []
+    for rank, (spec, local) in by_rank.items():
+        summed = local.clone()
+        for box in spec.boxes:
+            if box.owner == rank and box.sum_over:
+                summed[box.local_slices] = sum(
+                    other_local[other.local_slices]
+                    for other_spec, other_local in (by_rank[r] for r in box.sum_over)
+                    for other in other_spec.boxes
+                    if other.global_start == box.global_start
+                )
+        result.append((rank, spec, summed))
+    return assemble(result)
+
+
+def specs_and_values(model: nn.Module) -> dict[str, tuple[ParamSpec, Tensor]]:
+    """Spec and value of every parameter, by global name."""
+    return {name: (spec, parameter.detach()) for name, parameter, spec in named_specs(model)}
+
+
+def relative_difference(a: Tensor, b: Tensor, floor: float = 1e-30) -> float:
+    """max |a - b| / max |b|."""
+    return ((a - b).abs().max() / b.abs().max().clamp_min(floor)).item()
