@@ -21,7 +21,7 @@ def pool() -> Iterator[ProcessPool]:
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_no_luck() -> None:
-    """Some CPU kernels sum in another order with more threads; data that a test draws is the same in any order of tests."""
+    """Some CPU kernels sum in another order with more threads; a test draws the same data in any order of tests."""
     torch.set_num_threads(1)
     torch.manual_seed(20260131)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megalite.distributed.layout import Layout
-from megalite.distributed.mesh import Mesh
+from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.param_spec import ParamSpec
 from megalite.models.gpt import GPTStage, StageSpan, whole_model
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
@@ -64,6 +64,11 @@ def data_mesh(layout: Layout, rank: int) -> Mesh:
     return Mesh(layout, rank, torch.device("cpu"), {})
 
 
+def tiny_build(precision: Precision = FP64, mesh: Mesh | None = None, **overrides: Any) -> Build:
+    """What blocks are built from: `tiny_config(**overrides)`, by default on one process."""
+    return Build(tiny_config(**overrides), mesh or single_process_mesh(), precision)
+
+
 def tiny_model(
     mesh: Mesh,
     precision: Precision,
@@ -73,7 +78,7 @@ def tiny_model(
     seed: int = 1234,
     **overrides: Any,
 ) -> GPTStage:
-    """An initialised stage (default: the whole model) of `tiny_config(**overrides)`, attention as on the mesh's device."""
+    """An initialised stage (default: the whole model) of `tiny_config(**overrides)`."""
     config = tiny_config(**overrides)
     run = RunConfig(model=config)
     if precision.compute is not precision.wide:

@@ -20,7 +20,7 @@ class CheckpointError(UserError):
 
 
 def reason(error: BaseException) -> str:
-    """What the operating system said, where `error` hides it: torch's writer turns a full disk into a complaint of its own."""
+    """What the operating system said, where `error` hides it: to torch's writer a full disk is a wrong position."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -29,7 +29,7 @@ def reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def attempt(function: Callable[[], None]) -> str | None:
+def attempt(function: Callable[[], object]) -> str | None:
     """Run `function`; the message of what went wrong with the file system or the checkpoint, None where nothing did."""
     try:
         function()
@@ -54,7 +54,7 @@ def agree(error: str | None, group: Group) -> None:
     raise CheckpointError("\n".join(lines[:_SHOWN] + more))
 
 
-def on_first_rank(function: Callable[[], None], group: Group) -> None:
+def on_first_rank(function: Callable[[], object], group: Group) -> None:
     """Run `function` on the group's first member; all return once it's done, or raise what it raised. Collective."""
     error = attempt(function) if group.rank == 0 else None
     error = broadcast_object(error, group)

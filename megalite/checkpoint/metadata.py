@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,31 +88,38 @@ class Index:
 
 
 def read_index(directory: str | os.PathLike[str]) -> Index:
-    """The index of the checkpoint in `directory`. Raises `CheckpointError` where it is missing, damaged or malicious."""
+    """The index of the checkpoint in `directory`. Raises `CheckpointError` where it is missing, damaged or hostile."""
     path = Path(directory, INDEX_FILE)
     try:
         with path.open("rb") as file:
             metadata = _IndexUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
-        chunks = {key: _stored_chunks(key, metadata) for key in metadata.state_dict_metadata}
+        tensors = {key: _tensor(key, entry) for key, entry in metadata.state_dict_metadata.items()}
+        chunks = {key: _stored_chunks(key, tensor, metadata.storage_data) for key, tensor in tensors.items()}
     except Exception as error:  # damaged bytes can make an unpickler raise anything
         raise CheckpointError(f"{path} is not a checkpoint's index: {reason(error)}") from error
-    return Index(metadata.state_dict_metadata, chunks)
+    return Index(tensors, chunks)
 
 
-def _stored_chunks(key: str, metadata: Metadata) -> list[StoredChunk]:
-    """The chunks of one tensor. Raises where the index contradicts itself."""
-    tensor = metadata.state_dict_metadata[key]
-    if not isinstance(tensor, TensorStorageMetadata):
+def _tensor(key: str, entry: Any) -> TensorStorageMetadata:
+    if not isinstance(entry, TensorStorageMetadata):
         raise TypeError(f"{key} is no tensor")
+    return entry
+
+
+def _stored_chunks(key: str, tensor: TensorStorageMetadata, storage_data: Any) -> list[StoredChunk]:
+    """The chunks of one tensor. Raises where the index contradicts itself."""
+    dtype = tensor.properties.dtype
     result = []
     for chunk in tensor.chunks:
-        stored = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+        stored = storage_data[MetadataIndex(key, chunk.offsets)]
         if Path(stored.relative_path).name != stored.relative_path:
             raise ValueError(f"{key} lies outside the folder, in {stored.relative_path}")
+        if min(stored.offset, *chunk.offsets, *chunk.sizes) < 0 or stored.length < prod(chunk.sizes) * dtype.itemsize:
+            raise ValueError(f"{key} has an impossible size")
         place = (stored.relative_path, int(stored.offset), int(stored.length))
-        result.append(StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), tensor.properties.dtype, *place))
+        result.append(StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), dtype, *place))
     return result
 
 

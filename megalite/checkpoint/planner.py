@@ -31,6 +31,15 @@ from megalite.distributed.param_spec import ParamSpec, Shape
 
 NamedTensor = tuple[str, Tensor, ParamSpec]
 
+STATE_PREFIX = "optimizer."
+
+
+def parameter_name(key: str) -> str:
+    """The parameter that a key belongs to: NAME for both `model.NAME` and `optimizer.KIND.NAME`."""
+    if key.startswith(STATE_PREFIX):
+        return key.removeprefix(STATE_PREFIX).partition(".")[2]
+    return key.removeprefix("model.")
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -44,8 +53,9 @@ class Chunk:
 def owned_chunks(tensors: Iterable[NamedTensor], mesh: Mesh) -> dict[str, list[Chunk]]:
     """What this rank writes, by key: the boxes that it owns in its replica, shared out among the replicas by size.
 
-    `tensors`: (key, local tensor, spec), in the same order on all replicas. Every rank has every key's boxes at its
-    place in the replica, so all replicas come to the same shares without asking each other.
+    `tensors`: (key, local tensor, spec), in the same order on all replicas; a key is `model.NAME` or
+    `optimizer.KIND.NAME`. Ranks at the same place of their replicas hold the same boxes, so all come to the same shares
+    without asking each other.
     """
     written = [0] * mesh.dp_cp.size
     seen: set[tuple[str, Shape]] = set()
@@ -97,7 +107,7 @@ class GlobalSavePlanner(SavePlanner):
             starts = {tuple(chunk.offsets) for chunk in tensor.chunks}
             if held != prod(tensor.size) or len(starts) != len(tensor.chunks):
                 raise ValueError(f"{key}: {len(starts)} chunks hold {held} of {prod(tensor.size)} elements")
-        return all_plans, Metadata(tensors)
+        return all_plans, Metadata(dict(tensors))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Nothing to adjust."""

@@ -196,19 +196,16 @@ def data_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _blend_problems(flag: str, words: list[str]) -> Iterator[str]:
-    """PREFIX, PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ..."""
-    weights = [_as_number(word) for word in words[0::2]]
-    if len(words) < 2 or all(weight is None for weight in weights):
+    """PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ..., as soon as one word is a number."""
+    numbers = [_as_number(word) for word in words]
+    if all(number is None for number in numbers):
         return
-    if None in weights:
-        word = words[2 * weights.index(None)]
-        yield f"{flag}: {word!r} stands where a weight must; write WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes alone"
-    elif len(words) % 2:
-        yield f"{flag}: the last weight, {words[-1]}, has no prefix"
-    elif not all(0 <= weight < float("inf") for weight in weights if weight is not None):
-        yield f"{flag}: weights must be finite and not negative: {' '.join(words[0::2])}"
-    elif not any(weights):
-        yield f"{flag}: all weights are 0"
+    weights = [number for number in numbers[0::2] if number is not None]
+    pairs = len(words) == 2 * len(weights) and all(number is None for number in numbers[1::2])
+    if not pairs:
+        yield f"{flag} {' '.join(words)}: write prefixes alone, or WEIGHT PREFIX WEIGHT PREFIX ..."
+    elif not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+        yield f"{flag}: weights must be finite, none negative and not all 0, not {' '.join(words[0::2])}"
 
 
 def _as_number(word: str) -> float | None:

@@ -57,9 +57,8 @@ class FlagParser(argparse.ArgumentParser):
         raise FlagError(re.sub(r"ignored explicit argument '(.*)'", r"takes no value, so not \1", message))
 
     def nearest(self, name: str) -> str | None:
-        """The known flag that is spelt most like `name`."""
-        known = [*self._option_string_actions, *(field.option for field in all_fields().values())]
-        matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        """The flag of this parser that is spelt most like `name`."""
+        matches = difflib.get_close_matches(name, list(self._option_string_actions), n=1, cutoff=0.6)
         return matches[0] if matches else None
 
 

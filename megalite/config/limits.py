@@ -48,8 +48,9 @@ BOUNDS = (
         """
         model.init_method_std layout.decoder_first_pipeline_num_layers layout.decoder_last_pipeline_num_layers
         optimizer.weight_decay optimizer.start_weight_decay optimizer.end_weight_decay optimizer.clip_grad
-        learning_rate.min_lr learning_rate.lr_warmup_iters learning_rate.lr_warmup_samples
-        learning_rate.lr_warmup_init learning_rate.decoupled_min_lr precision.fp8_margin data.num_workers
+        learning_rate.lr learning_rate.decoupled_lr learning_rate.min_lr learning_rate.decoupled_min_lr
+        learning_rate.lr_warmup_iters learning_rate.lr_warmup_samples learning_rate.lr_warmup_init
+        precision.fp8_margin data.num_workers
         validation.eval_iters logging.profile_step_start
         """,
     ),
@@ -59,7 +60,7 @@ BOUNDS = (
         """
         model.rotary_base model.rope_scaling_factor model.norm_epsilon
         layout.distributed_timeout_minutes training.exit_duration_in_mins
-        optimizer.adam_eps learning_rate.lr learning_rate.decoupled_lr
+        optimizer.adam_eps
         precision.loss_scale precision.initial_loss_scale precision.min_loss_scale
         """,
     ),

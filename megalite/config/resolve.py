@@ -147,6 +147,10 @@ def _resolve_training(config: RunConfig, world_size: int) -> None:
         training.recompute_granularity = "selective"
     if training.nan_action is None:
         training.nan_action = "skip" if config.precision.fp16 else "stop"
+    if config.validation.skip_train:  # nothing is trained, so these need not be given, but a schedule is made
+        if training.train_iters is None and training.train_samples is None:
+            training.train_iters = 1
+        rate.lr = rate.min_lr if rate.lr is None else rate.lr
     if rate.lr_decay_iters is None:
         rate.lr_decay_iters = training.train_iters
     if rate.lr_decay_samples is None:

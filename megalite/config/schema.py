@@ -210,9 +210,7 @@ class TrainingConfig:
     global_batch_size: int | None = flag(None, "sequences per step; default micro batch x data-parallel size")
     rampup_batch_size: list[int] | None = flag(None, "START INCREMENT SAMPLES: grow the global batch over SAMPLES")
     step_batch_size_schedule: list[str] | None = flag(
-        None,
-        "TOKENS:SIZE ...: the global batch size from each number of tokens on; K, M, B, T are powers of 1000",
-        planned="a stepwise batch size",
+        None, "TOKENS:SIZE ...: the global batch size from each number of tokens on; K, M, B, T are powers of 1000"
     )
     train_iters: int | None = flag(None, "steps to train")
     train_samples: int | None = flag(None, "sequences to train, instead of --train-iters")

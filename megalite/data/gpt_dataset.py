@@ -19,16 +19,11 @@ from megalite.data.document_mask import Item, SampleFormat, SampleSource
 from megalite.data.indexed_dataset import IndexedDataset, bin_path
 from megalite.data.mock import SAMPLES_OF_WHOLE_SPLIT, MockDataset
 from megalite.data.sample_index import EMPTY_INDEX, SampleIndex, load_or_build_index, samples_in
-from megalite.data.splits import SplitSource, split_sources
+from megalite.data.splits import NOTHING_TO_TRAIN_ON, SplitSource, split_sources
 
 # Tokens of each file that are compared with the vocabulary before training starts.
 _SCANNED_TOKENS = 1 << 16
 _SCANNED_SEQUENCES = 1000
-
-NOTHING_TO_TRAIN_ON = (
-    "there is nothing to train on: give --data-path (with a share for train in --split), --train-data-path or "
-    "--mock-data"
-)
 
 
 class GPTDataset:

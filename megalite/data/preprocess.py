@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any
@@ -220,7 +220,8 @@ def _encode_all(
     window: deque[tuple[Chunk, Future[Encoded]]] = deque()
     try:
         for chunk in chunks:
-            window.append((chunk, pool.submit(encode_chunk, settings, chunk)))
+            with _sigint_blocked():
+                window.append((chunk, pool.submit(encode_chunk, settings, chunk)))
             if len(window) > 2 * workers:
                 yield _result(*window.popleft())
         while window:
@@ -239,9 +240,19 @@ def _result(chunk: Chunk, future: Future[Encoded]) -> tuple[Chunk, Encoded]:
         ) from None
 
 
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Workers started inside never see Ctrl-C, not even before their first line runs; the parent, which ends them,
+    sees it at the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker() -> None:
-    """Workers leave Ctrl-C to the parent, which ends them, and don't outlive it even if it's killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Workers don't outlive the parent even if it's killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_exit_with, args=(parent.sentinel,), daemon=True).start()

@@ -5,17 +5,19 @@ The key idea: everything that the flags say about train, valid and test is decid
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from dataclasses import dataclass
 
 from megalite.config.errors import UserError
+from megalite.config.resolve import DEFAULT_SPLIT, parse_split
 from megalite.config.schema import DataConfig, RunConfig
 from megalite.data.blend import Blend, parse_blend
 
 SPLITS = ("train", "valid", "test")
-DEFAULT_SPLIT = "969,30,1"
+NOTHING_TO_TRAIN_ON = (
+    "there is nothing to train on: give --data-path (with a share for train in --split), --train-data-path or "
+    "--mock-data"
+)
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,13 @@ class SplitSource:
         return round(self.share[0] * total), round(self.share[1] * total)
 
 
-def parse_split(split: str) -> list[tuple[float, float] | None]:
+def split_ranges(split: str) -> list[tuple[float, float] | None]:
     """`969,30,1` as three ranges between 0 and 1 that follow each other; None for a share of zero."""
-    words = [word for word in re.split(r"[,/\s]+", split.strip()) if word]
     try:
-        weights = [float(word) for word in words]
-    except ValueError:
-        weights = []
-    weights += [0.0] * (len(SPLITS) - len(weights))
+        weights = parse_split(split)
+    except ValueError as error:
+        raise UserError(f"--split: {error}") from error
     total = sum(weights)
-    if len(weights) > len(SPLITS) or min(weights) < 0 or not 0 < total < math.inf:
-        raise UserError(f"--split {split} must be up to three shares for train,valid,test, such as {DEFAULT_SPLIT}")
     ranges: list[tuple[float, float] | None] = []
     begin = 0.0
     for weight in weights:
@@ -75,7 +73,7 @@ def split_sources(data: DataConfig) -> list[SplitSource | None]:
     split = data.split or DEFAULT_SPLIT
     return [
         SplitSource(name, blend, share, False, f"--split {split}") if share else None
-        for name, share in zip(SPLITS, parse_split(split), strict=True)
+        for name, share in zip(SPLITS, split_ranges(split), strict=True)
     ]
 
 

@@ -20,6 +20,7 @@ from megalite.data.files import replacing
 from megalite.data.text_input import TEXT_DOCUMENTS, check_keys, expand_inputs, read_documents
 
 PIECE_BYTES = 4096  # text is learned from in pieces of about this size, cut at line starts
+LEAST_VOCAB_SIZE = 260
 MODEL_TYPES = ("bpe", "unigram")
 
 
@@ -46,6 +47,10 @@ def train_tokenizer(options: TrainingOptions) -> str:
     """
     if options.model_type not in MODEL_TYPES:
         raise FlagError(f"--model-type {options.model_type}: choose from {', '.join(MODEL_TYPES)}")
+    if options.vocab_size < LEAST_VOCAB_SIZE:
+        raise FlagError(
+            f"--vocab-size {options.vocab_size}: 3 special ids and 256 bytes need {LEAST_VOCAB_SIZE} at least"
+        )
     if not 0.9 <= options.character_coverage <= 1:
         raise FlagError(f"--character-coverage {options.character_coverage}: it lies between 0.9 and 1")
     if options.max_bytes < 1:

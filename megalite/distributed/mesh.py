@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 from megalite.distributed.layout import Layout
 
+GROUP_AXES = (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp"), ("pp", "tp"), ("pp", "dp", "cp", "tp"))
+"""The axes along which a mesh has groups."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -65,18 +68,15 @@ class Mesh:
         *,
         backend: str,
         timeout: timedelta,
-        existing: dict[tuple[int, ...], dist.ProcessGroup] | None = None,
     ) -> Mesh:
         """Make every process group that this rank is in. Collective over the ranks of each group.
 
         The default process group must exist where the layout has more than one rank, and this process must be one of
-        its first `layout.world_size` ranks. Groups in `existing` are used instead of made, and new ones added to it;
-        meshes that share it must all be created in the same order on all ranks, and never closed.
+        its first `layout.world_size` ranks.
         """
         rank = dist.get_rank() if layout.world_size > 1 else 0
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {} if existing is None else existing
-        axes = (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp"), ("pp", "tp"), ("pp", "dp", "cp", "tp"))
-        for names in axes:
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for names in GROUP_AXES:
             ranks = layout.group_of(rank, *names)
             if len(ranks) == 1 or ranks in groups:
                 continue
@@ -85,6 +85,7 @@ class Mesh:
                 groups[ranks] = dist.group.WORLD
                 continue
             # Each rank makes only its own groups, all ranks in the same order of axes, so that no cycle can arise.
+            # Torch names such a group by its ranks and by how many groups this rank has: equal on all of its members.
             groups[ranks] = dist.new_group(
                 list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
             )

@@ -106,7 +106,7 @@ def _box(
 
 
 def replicated(shape: Shape, place: Place, *, partial: bool = False) -> tuple[Box, ...]:
-    """Whole on every tensor-parallel rank; `partial` where each rank sees only part of the tokens (sequence parallel)."""
+    """Whole on every tensor-parallel rank; `partial` where each sees only part of the tokens (sequence parallel)."""
     return (_box(place, (0,) * len(shape), (0,) * len(shape), shape, range(place.tp), partial),)
 
 
@@ -153,7 +153,8 @@ def grouped_qkv(groups: int, queries: int, tail: Shape, place: Place) -> tuple[B
 
 def check_tiling(name: str, specs: Iterable[tuple[int, ParamSpec]]) -> list[str]:
     """Problems with the specs of one logical parameter over the ranks of one replica: the owned boxes must cover the
-    logical shape exactly once, and all holders of a box must agree on copies and owner. Empty when sound."""
+    logical shape exactly once, boxes must lie inside their tensors, and all holders of a box must agree on copies and
+    owner. Empty when sound."""
     problems: list[str] = []
     by_rank = list(specs)
     shape = by_rank[0][1].shape
@@ -168,6 +169,9 @@ def check_tiling(name: str, specs: Iterable[tuple[int, ParamSpec]]) -> list[str]
     for rank, spec in by_rank:
         for box in spec.boxes:
             holders.setdefault((box.global_start, box.shape), set()).add(rank)
+            for start, whole in ((box.global_start, shape), (box.local_start, spec.local_shape)):
+                if not all(a >= 0 and a + n <= size for a, n, size in zip(start, box.shape, whole, strict=True)):
+                    problems.append(f"{name}: rank {rank} has a box of {box.shape} at {start}, outside {whole}")
     for rank, spec in by_rank:
         for box in spec.boxes:
             if set(box.copies) != holders[box.global_start, box.shape] or box.owner not in box.copies:

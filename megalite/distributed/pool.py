@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.distributed.layout import Layout
-from megalite.distributed.mesh import Mesh
+from megalite.distributed.mesh import GROUP_AXES, Mesh
 
 _ADDRESS = "127.0.0.1"
 _START_TIMEOUT = 300.0  # seconds; eight imports of torch on a busy machine of one core
@@ -72,6 +72,7 @@ class ProcessPool:
     def __init__(self, size: int = 8, threads: int = 1):
         self.size, self.threads = size, threads
         self._workers: list[_Worker] = []
+        self._layouts: set[Layout] = set()  # whose groups exist
         self._store: dist.TCPStore | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -99,14 +100,17 @@ class ProcessPool:
             raise ValueError(f"world_size {world_size}: the pool has {self.size} workers")
         if layout is not None and layout.world_size != world_size:
             raise ValueError(f"world_size {world_size}: the layout has {layout.world_size} ranks")
-        call = pickle.dumps((function, args, layout))
+        call = pickle.dumps(partial(_call, function, args, layout))
         if not all(worker.process.is_alive() for worker in self._workers):
             self.close()
         if not self._workers:
             self._start()
         try:
-            for worker in self._workers[:world_size]:
-                worker.connection.send_bytes(call)
+            if layout is not None and layout not in self._layouts:
+                self._send(pickle.dumps(partial(_make_groups, layout)), self.size)
+                self._collect(self.size, timeout)
+                self._layouts.add(layout)
+            self._send(call, world_size)
             return self._collect(world_size, timeout)
         except BaseException:
             # The others may be inside a collective that never ends; an interrupt leaves answers that nobody awaits.
@@ -121,6 +125,7 @@ class ProcessPool:
             worker.process.join()
             worker.connection.close()
         self._workers.clear()
+        self._layouts.clear()
         self._store = None
         if self._folder is not None:
             self._folder.cleanup()
@@ -144,6 +149,10 @@ class ProcessPool:
         except BaseException:
             self.close()
             raise
+
+    def _send(self, message: bytes, world_size: int) -> None:
+        for worker in self._workers[:world_size]:
+            worker.connection.send_bytes(message)
 
     def _collect(self, world_size: int, timeout: float) -> list[Any]:
         """One answer of each of the first workers."""
@@ -203,20 +212,34 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
+class _State:
+    """What a worker keeps between calls. Layouts share the process groups of equal ranks."""
+
+    def __init__(self) -> None:
+        self.meshes: dict[Layout, Mesh] = {}
+        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.made: set[tuple[int, ...]] = set()  # also those without this worker
+
+    def mesh(self, layout: Layout) -> Mesh:
+        if layout not in self.meshes:
+            self.meshes[layout] = Mesh(layout, dist.get_rank(), torch.device("cpu"), self.groups)
+        return self.meshes[layout]
+
+
 def _work(rank: int, size: int, threads: int, port: int, connection: Connection, stack_file: Path) -> None:
-    """A worker's life: join the others, then serve calls until the pool goes away."""
+    """A worker's life: join the others, then serve messages until the pool goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's business
     with stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         threading.Thread(target=_die_with_parent, name="parent watch", daemon=True).start()
+        state = _State()
         _answer(connection, partial(_join, rank, size, threads, port))
-        meshes = _Meshes()
         while True:
             try:
-                call = connection.recv_bytes()
+                message = connection.recv_bytes()
             except EOFError:
                 return
-            _answer(connection, partial(_execute, call, meshes))
+            _answer(connection, partial(_execute, message, state))
 
 
 def _join(rank: int, size: int, threads: int, port: int) -> None:
@@ -237,21 +260,21 @@ def _answer(connection: Connection, compute: Callable[[], Any]) -> None:
     connection.send_bytes(answer)
 
 
-class _Meshes:
-    """The meshes made so far in this worker; layouts share the process groups of equal ranks."""
-
-    def __init__(self) -> None:
-        self.by_layout: dict[Layout, Mesh] = {}
-        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def get(self, layout: Layout) -> Mesh:
-        if layout not in self.by_layout:
-            device = torch.device("cpu")
-            mesh = Mesh.create(layout, device, backend="gloo", timeout=_NEVER, existing=self.groups)
-            self.by_layout[layout] = mesh
-        return self.by_layout[layout]
+def _execute(message: bytes, state: _State) -> Any:
+    return pickle.loads(message)(state)
 
 
-def _execute(call: bytes, meshes: _Meshes) -> Any:
-    function, args, layout = pickle.loads(call)
-    return function(*args) if layout is None else function(meshes.get(layout), *args)
+def _make_groups(layout: Layout, state: _State) -> None:
+    """Make a layout's groups, on all workers: torch names a group by counting, so all must count alike."""
+    for axes in GROUP_AXES:
+        for ranks in layout.groups(*axes):
+            if len(ranks) == 1 or ranks in state.made:
+                continue
+            state.made.add(ranks)
+            group = dist.new_group(list(ranks), timeout=_NEVER)
+            if dist.get_rank() in ranks:
+                state.groups[ranks] = group
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], layout: Layout | None, state: _State) -> Any:
+    return function(*args) if layout is None else function(state.mesh(layout), *args)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.models.gpt import GPTStage
+from megalite.nn.transformer import TransformerLayer
 
 
 class KeyValueCache:
@@ -20,6 +21,7 @@ class KeyValueCache:
         self._values: dict[int, Tensor] = {}
         self._filled: dict[int, int] = {}
         for layer in model.decoder.layers.values():
+            assert isinstance(layer, TransformerLayer)
             attention = layer.self_attention
             weight = attention.linear_qkv.weight
             shape = (tokens, batch, attention.local_groups, attention.width)

@@ -8,7 +8,6 @@ prompt alone would give. The prompts first go through the model at once, filling
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,21 +18,13 @@ from megalite.inference.cache import KeyValueCache
 from megalite.inference.options import GenerationOptions
 from megalite.inference.sampling import Sampler
 from megalite.models.gpt import GPTStage
-from megalite.nn.attention_backend import parse_window
+from megalite.nn.attention_backend import bounded_window
 from megalite.nn.module import SequenceInfo
 
 _PREFILL_TOKENS = 1024  # of each prompt at a time: bounds the mask and the activations of long prompts
 
 
-@dataclass
-class Continuation:
-    """`tokens`: the new ids, without the end-of-document id. `stopped`: whether the model ended the document."""
-
-    tokens: list[int] = field(default_factory=list)
-    stopped: bool = False
-
-
-def visible_keys(queries: Tensor, pads: Tensor, window: tuple[int, int] | None) -> Tensor:
+def visible_keys(queries: Tensor, pads: Tensor, window: int | None) -> Tensor:
     """Bool [b, 1, queries, keys]: which of the columns up to the last query each query sees.
 
     `queries` int64 [queries]: consecutive columns. `pads` int64 [b]: columns of padding on the left. Padding sees
@@ -43,7 +34,7 @@ def visible_keys(queries: Tensor, pads: Tensor, window: tuple[int, int] | None) 
     distance = queries[:, None] - keys[None, :]
     causal = distance >= 0
     if window is not None:
-        causal &= distance <= window[0]
+        causal &= distance <= window
     real = keys[None, None, :] >= pads[:, None, None]
     return ((causal & real) | (distance == 0))[:, None]
 
@@ -55,7 +46,7 @@ class PaddedBatch:
         device = model.output_weight.device
         longest = max(map(len, prompts))
         self.model = model
-        self.window = parse_window(model.config.window_size)
+        self.window = bounded_window(model.config)
         self.pads = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         self.tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
         self.cache = KeyValueCache(model, tokens=longest + new_tokens, batch=len(prompts))
@@ -93,8 +84,8 @@ def check_lengths(config: ModelConfig, prompts: Sequence[Sequence[int]], options
         room = limit - len(prompt)
         remedy = f"use --max-new-tokens {room} or less" if room > 0 else f"shorten it to {limit - 1} tokens or less"
         raise UserError(
-            f"prompt {number} has {len(prompt)} tokens; with --max-new-tokens {options.max_new_tokens} that is more than "
-            f"the model's {limit} learned positions (--max-position-embeddings): {remedy}"
+            f"prompt {number} has {len(prompt)} tokens; with --max-new-tokens {options.max_new_tokens} that is more "
+            f"than the model's {limit} learned positions (--max-position-embeddings): {remedy}"
         )
 
 
@@ -106,10 +97,11 @@ def stream(
     eod: int | None,
     indices: Sequence[int] | None = None,
 ) -> Iterator[list[int | None]]:
-    """Generate step by step: each item holds one new id per prompt, `eod` where it ends, None after that.
+    """Generate step by step: each item holds the new id of every prompt, None for those that have ended.
 
-    `prompts`: ids, none empty. `indices`: one number per prompt, which with the seed decides its draws; default
-    0, 1, ... Raises a UserError before any work where a prompt is too long, later where logits aren't finite.
+    A prompt ends where the model chooses `eod`, which is not handed out, or after `max_new_tokens`. `prompts`: ids,
+    none empty. `indices`: one number per prompt, which with the seed decides its draws; default 0, 1, ...
+    Raises a UserError before any work where a prompt is too long, and later where logits aren't finite.
     """
     assert prompts and all(prompts), "every prompt needs at least one id"
     check_lengths(model.config, prompts, options)
@@ -118,18 +110,18 @@ def stream(
 
 
 def _steps(batch: PaddedBatch, sampler: Sampler, eod: int | None) -> Iterator[list[int | None]]:
-    ended = [False] * len(batch.pads)
+    running = [True] * len(batch.pads)
     chosen: Tensor | None = None
     for step in range(sampler.options.max_new_tokens):
         logits = batch.prefill() if chosen is None else batch.advance(chosen[:, None])
         if not bool(logits.isfinite().all()):
-            raise UserError("the model's logits are not finite: the weights are damaged, or too large for --fp16")
+            raise UserError("the model's logits are not finite: its weights are damaged, or too large for --fp16")
         chosen = sampler.choose(logits, step)
         ids = chosen.tolist()
-        yield [None if over else token for over, token in zip(ended, ids, strict=True)]
-        ended = [over or token == eod for over, token in zip(ended, ids, strict=True)]
-        if all(ended):
+        running = [runs and token != eod for runs, token in zip(running, ids, strict=True)]
+        if not any(running):
             return
+        yield [token if runs else None for runs, token in zip(running, ids, strict=True)]
 
 
 def generate(
@@ -139,13 +131,11 @@ def generate(
     *,
     eod: int | None,
     indices: Sequence[int] | None = None,
-) -> list[Continuation]:
-    """What follows each prompt: at most `max_new_tokens` ids, fewer where the model writes `eod`. See `stream`."""
-    results = [Continuation() for _ in prompts]
+) -> list[list[int]]:
+    """The new ids of each prompt, fewer than `max_new_tokens` where the model chose `eod`. See `stream`."""
+    results: list[list[int]] = [[] for _ in prompts]
     for step in stream(model, prompts, options, eod=eod, indices=indices):
         for result, token in zip(results, step, strict=True):
-            if token is not None and token == eod:
-                result.stopped = True
-            elif token is not None:
-                result.tokens.append(token)
+            if token is not None:
+                result.append(token)
     return results

@@ -1,12 +1,13 @@
-"""How to generate: the numbers behind `tools/generate.py`'s flags.
+"""How to generate: the flags and the numbers behind them.
 
-Imports no torch, so that a bad flag is refused at once.
+Imports no torch, so that `--help` is instant and a bad flag refused at once.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from megalite.config.errors import FlagError
 
@@ -33,7 +34,9 @@ class GenerationOptions:
         if self.top_k is not None and self.top_k < 1:
             problems.append(f"--top-k {self.top_k} must be at least 1; leave it out to sample among all tokens")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            problems.append(f"--top-p {self.top_p} must be above 0 and at most 1; leave it out to sample among all tokens")
+            problems.append(
+                f"--top-p {self.top_p} must be above 0 and at most 1; leave it out to sample among all tokens"
+            )
         if not 0 <= self.seed < 2**63:
             problems.append(f"--seed {self.seed} must be between 0 and {2**63 - 1}")
         if problems:
@@ -49,3 +52,22 @@ class GenerationOptions:
         if self.greedy and given:
             return [f"{' and '.join(given)}: no effect at --temperature 0, which takes the likeliest token"]
         return []
+
+
+def add_generation_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each field of `GenerationOptions`."""
+    default = GenerationOptions()
+    add = parser.add_argument_group("generation").add_argument
+    tokens = "tokens to write after each prompt at most (default: 64)"
+    add("--max-new-tokens", type=int, default=default.max_new_tokens, metavar="N", help=tokens)
+    greedy = "divides the logits; 0 always takes the likeliest token (default: 0)"
+    add("--temperature", type=float, default=default.temperature, metavar="X", help=greedy)
+    add("--top-k", type=int, metavar="N", help="sample among the N likeliest tokens (default: all)")
+    nucleus = "sample among the fewest tokens that reach this probability together (default: all)"
+    add("--top-p", type=float, metavar="X", help=nucleus)
+    add("--seed", type=int, default=default.seed, metavar="N", help="of sampling (default: 1234)")
+
+
+def read_generation_options(given: argparse.Namespace) -> GenerationOptions:
+    """The options of a parsed command line. Raises a FlagError for numbers out of range."""
+    return GenerationOptions(**{field.name: getattr(given, field.name) for field in fields(GenerationOptions)})

@@ -168,7 +168,8 @@ class _Run:
             if config.checkpoint.load is not None:
                 self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")
             return TrainingState(dropout_seed=config.training.seed)
-        self.say_all(found.notes)
+        if found.note:
+            self.say(found.note)
         state, self.schedule, notes = resume.load(
             found,
             config=config,
@@ -210,7 +211,7 @@ class _Run:
             tensors=resume.entries(self.stage, self.optimizer if config.save_optim else None),
             config=self.config,
             training_state=resume.training_state(self.config, self.state, self.optimizer, self.scaler, self.schedule),
-            retain=Retention(config.keep_last_checkpoints, config.save_retain_interval),
+            retain=Retention.from_config(config),
         )
         self.say(f"saved {path}")
 

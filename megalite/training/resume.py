@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.checkpoint.checkpoint import load_checkpoint, read_training_state, stored_keys
+from megalite.checkpoint.checkpoint import load_checkpoint, read_training_state
+from megalite.checkpoint.metadata import describe
 from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint
 from megalite.config.errors import UserError
 from megalite.config.schema import CheckpointConfig, RunConfig
@@ -81,7 +82,7 @@ def load(
     """Fill model and optimizer; the state and schedule to go on with, and notes for the user. Collective."""
     weights_only = weights_only or config.checkpoint.finetune
     with_optimizer = config.checkpoint.load_optim and not weights_only
-    stored = stored_keys(directory)
+    stored = set(describe(directory))
     if with_optimizer and not any(key.startswith("optimizer.") for key in stored):
         raise UserError(f"{directory.path} holds no optimizer state: load its weights alone with --no-load-optim or --finetune")
     half = optimizer.precision.needs_main_parameters

@@ -236,7 +236,7 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(tmp_path: Path) ->
 
 def test_many_tiny_documents_need_little_memory(tmp_path: Path) -> None:
     with (tmp_path / "a.jsonl").open("w") as stream:
-        stream.writelines('{"text": "%d"}\n' % (n % 1000) for n in range(200_000))
+        stream.writelines(f'{{"text": "{n % 1000}"}}\n' for n in range(200_000))
     code = (
         "import resource\n"
         "from megalite.data.preprocess import *\n"

@@ -16,7 +16,9 @@ VOCABULARY = 131
 SEQ_LENGTH = 64
 
 
-def random_documents(count: int, *, low: int = 5, high: int = 300, seed: int = 0, empty: bool = False) -> list[np.ndarray]:
+def random_documents(
+    count: int, *, low: int = 5, high: int = 300, seed: int = 0, empty: bool = False
+) -> list[np.ndarray]:
     """Documents of `low` to `high` ids that end with EOD; with `empty`, every seventh has no token at all."""
     random = np.random.default_rng(seed)
     documents = []

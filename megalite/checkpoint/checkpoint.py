@@ -1,0 +1,167 @@
+"""Save and load a run.
+
+Key idea: both are the same few steps on every rank, and after each step that can fail all ranks agree on whether it
+did. Tensors go through torch.distributed.checkpoint in global coordinates; all else is JSON.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint import storage
+from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
+from megalite.checkpoint.metadata import Index, check_files, read_index
+from megalite.checkpoint.planner import STATE_PREFIX, NamedTensor, ReadPlan, owned_chunks, parameter_name, plan_reads
+from megalite.checkpoint.shards import read_shards, write_shards
+from megalite.checkpoint.storage import Retention
+from megalite.config.schema import RunConfig
+from megalite.distributed.collectives import all_reduce
+from megalite.distributed.mesh import Mesh
+
+_SHOWN = 8  # keys listed in a message
+_NETWORK = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "max_position_embeddings",
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_size",
+)
+
+
+def save_checkpoint(
+    root: Path,
+    iteration: int,
+    *,
+    mesh: Mesh,
+    tensors: Iterable[NamedTensor],
+    config: RunConfig,
+    training_state: dict[str, Any],
+    retain: Retention,
+) -> Path:
+    """Write `root/iter_0000100/` and, last, the tracker; then delete what `retain` lets go of. Collective (world).
+
+    `tensors`: (key, local tensor, spec) of all that this rank holds, parameters and optimizer state; in the same order
+    on all replicas. `config` and `training_state` (JSON-ready) are taken from rank 0. Where any rank fails all raise
+    the same `CheckpointError`, nothing of the attempt stays, and the checkpoints before it are as they were.
+    Returns the new folder.
+    """
+    folder, target = storage.temporary(root, iteration), root / storage.directory_name(iteration)
+    texts = storage.documents(config, training_state)
+    previous = storage.tracked_iteration(root) if mesh.is_first else None
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)  # the writing threads know nothing of this thread's streams
+    try:
+        on_first_rank(lambda: storage.begin(root, iteration), mesh.world)
+        agree(attempt(lambda: _see(folder)), mesh.world)
+        write_shards(folder, owned_chunks(tensors, mesh), mesh.world)
+        on_first_rank(lambda: storage.write_documents(folder, texts), mesh.world)
+        on_first_rank(lambda: storage.commit(root, iteration), mesh.world)
+    except CheckpointError as error:  # on all ranks alike
+        on_first_rank(lambda: storage.abandon(root, iteration), mesh.world)
+        raise CheckpointError(f"{target} was not saved: {error}") from error
+    on_first_rank(lambda: storage.retire(root, iteration, previous, retain), mesh.world)
+    return target
+
+
+def _see(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not visible here: --save must name a folder that all machines share")
+
+
+@torch.no_grad()
+def load_checkpoint(
+    directory: str | os.PathLike[str], *, mesh: Mesh, tensors: Iterable[NamedTensor], strict: bool = True
+) -> None:
+    """Fill `tensors` (key, local tensor, spec) from a checkpoint of any layout. Collective over the world.
+
+    Each box of a spec is filled, converted to its tensor's dtype; padding is left as it is. Every key must be there
+    with the logical shape of its spec. With `strict`, some rank must want something of every parameter in the
+    checkpoint. All ranks raise the same `CheckpointError`, naming keys or file; tensors may then be filled in part.
+    """
+    path = Path(directory)
+    index, plan = Index({}, {}), ReadPlan()
+
+    def prepare() -> None:
+        nonlocal index, plan
+        index = read_index(path)
+        plan = plan_reads(tensors, index)
+        _refuse_misfits(path, plan)
+        files = index.files
+        check_files(path, {read.chunk.file: files[read.chunk.file] for read in plan.reads})
+
+    agree(attempt(prepare), mesh.world)
+    if strict:
+        _refuse_unwanted(path, index, plan.keys, mesh)
+    agree(attempt(lambda: read_shards(path, plan.reads)), mesh.world)
+
+
+def read_config(directory: str | os.PathLike[str]) -> RunConfig:
+    """The configuration of the run that wrote a checkpoint."""
+    path = Path(directory, storage.CONFIG_FILE)
+    values = storage.read_json(path)
+    try:
+        return RunConfig.from_dict(values)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a configuration of this version: {error}") from error
+
+
+def read_training_state(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """What was passed to `save_checkpoint` as `training_state`."""
+    return storage.read_json(Path(directory, storage.STATE_FILE))
+
+
+def _listed(items: Iterable[str]) -> str:
+    items = list(items)
+    more = [f"and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
+    return "".join(f"\n  {item}" for item in items[:_SHOWN] + more)
+
+
+def _refuse_misfits(path: Path, plan: ReadPlan) -> None:
+    """Raise where the checkpoint can't fill what this rank wants, with the flags that are probably wrong."""
+    if plan.shapes:
+        lines = (f"{key}: {stored} in the checkpoint, {here} here" for key, (stored, here) in plan.shapes.items())
+        sizes = {a for stored, here in plan.shapes.values() for a in set(stored) - set(here)}
+        raise CheckpointError(f"{path} holds tensors of another shape:{_listed(lines)}{_hint(path, sizes)}")
+    if plan.missing:
+        advice = _hint(path, set())
+        if all(key.startswith(STATE_PREFIX) for key in plan.missing):
+            advice = "\n--no-load-optim loads the weights and starts the optimizer afresh."
+        raise CheckpointError(f"{path} lacks{_listed(plan.missing)}{advice}")
+    if plan.gaps:
+        raise CheckpointError(f"{path} holds only parts of{_listed(plan.gaps)}")
+
+
+def _refuse_unwanted(path: Path, index: Index, wanted: set[str], mesh: Mesh) -> None:
+    """Raise where the checkpoint holds parameters that no rank wants. Collective; all ranks read the same index."""
+    names = sorted({parameter_name(key) for key in index.metadata})
+    mine = {parameter_name(key) for key in wanted}
+    flags = torch.tensor([name in mine for name in names], dtype=torch.uint8, device=mesh.device)
+    all_reduce(flags, mesh.world, "max")
+    unwanted = [name for name, flag in zip(names, flags.tolist(), strict=True) if not flag]
+    if unwanted:
+        advice = _hint(path, set())
+        raise CheckpointError(f"{path} holds parameters that this network lacks:{_listed(unwanted)}{advice}")
+
+
+def _hint(path: Path, sizes: set[int]) -> str:
+    """The checkpoint's network as flags, those first whose value is one of `sizes`."""
+    try:
+        config = read_config(path)
+    except CheckpointError:
+        return ""
+    fields = vars(config.model) | vars(config.tokenizer)
+    values = {name: fields[name] for name in _NETWORK if fields[name] is not None}
+    flags = {name: f"--{name.replace('_', '-')} {value}" for name, value in values.items()}
+    likely = [flags[name] for name, value in values.items() if value in sizes]
+    text = f"\nLikely cause: the checkpoint has {', '.join(likely)}." if likely else ""
+    return f"{text}\nIt was written with {' '.join(flags.values())}; --use-checkpoint-args takes over its network."

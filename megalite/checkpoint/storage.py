@@ -1,0 +1,275 @@
+"""The folder of a run's checkpoints: names, tracker, what is complete, what is kept.
+
+Key idea: a checkpoint is written under another name and renamed when every byte is on the disk, so a folder named
+`iter_0000100` is complete, and at each moment of a save, killed or not, the newest complete one can be found. The
+tracker says which that is; where it can't be trusted, the folders are looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.metadata import check_files, read_index
+from megalite.config.schema import CheckpointConfig, RunConfig
+
+TRACKER = "latest_checkpointed_iteration.txt"
+CONFIG_FILE = "config.json"
+STATE_FILE = "training_state.json"
+_NAME = re.compile(r"iter_(\d{7,})(\.tmp|\.old)?")
+
+
+@dataclass(frozen=True)
+class CheckpointDirectory:
+    """A complete checkpoint. `note`: what the user should know of how it was found; empty where all was in order."""
+
+    iteration: int
+    path: Path
+    note: str = ""
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which older checkpoints a new one leaves in place.
+
+    `keep_last`: only so many newest, the new one among them (`--keep-last-checkpoints`). `interval`: those at its
+    multiples stay in any case, and without `keep_last` only the one before the new one goes (`--save-retain-interval`,
+    as in Megatron-LM). Both None: all stay.
+    """
+
+    keep_last: int | None = None
+    interval: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.keep_last is None or self.keep_last >= 1
+        assert self.interval is None or self.interval >= 1
+
+    @classmethod
+    def from_config(cls, config: CheckpointConfig) -> Retention:
+        """As the flags say."""
+        return cls(config.keep_last_checkpoints, config.save_retain_interval)
+
+    def doomed(self, older: list[int], previous: int | None) -> list[int]:
+        """Which of the `older` iterations (ascending) go, now that a newer is complete. `previous`: the tracker's."""
+        if self.keep_last is not None:
+            going = older[: max(0, len(older) - (self.keep_last - 1))]
+        elif self.interval is not None:
+            going = [iteration for iteration in older if iteration == previous]
+        else:
+            going = []
+        return [iteration for iteration in going if self.interval is None or iteration % self.interval != 0]
+
+
+def directory_name(iteration: int) -> str:
+    """Name of the folder of one checkpoint, as Megatron-LM's."""
+    return f"iter_{iteration:07d}"
+
+
+def _sync_directory(path: Path) -> None:
+    """Make renames and new entries in a folder outlast a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {reason(error)}") from error
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint folder or a link to one; renamed first, so that none is ever seen half deleted."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    doomed = path if path.suffix == ".tmp" else path.with_name(path.name.removesuffix(".old") + ".tmp")
+    if doomed != path:
+        os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def _entries(root: Path, suffix: str) -> dict[int, Path]:
+    """Folders of checkpoints with this suffix (.tmp: being written or deleted, .old: being replaced), by iteration."""
+    matches = ((path, _NAME.fullmatch(path.name)) for path in root.iterdir() if path.is_dir())
+    found = {int(match[1]): path for path, match in matches if match and (match[2] or "") == suffix}
+    return dict(sorted(found.items()))
+
+
+def begin(root: Path, iteration: int) -> Path:
+    """Make and return the folder to write a checkpoint into, after clearing away what killed saves left behind."""
+    root.mkdir(parents=True, exist_ok=True)
+    for path in _entries(root, ".tmp").values():
+        _delete(path)
+    finished = _entries(root, "")
+    for number, path in _entries(root, ".old").items():
+        if number in finished:
+            _delete(path)
+        else:
+            os.rename(path, root / directory_name(number))
+    folder = temporary(root, iteration)
+    folder.mkdir()
+    return folder
+
+
+def temporary(root: Path, iteration: int) -> Path:
+    """Where a checkpoint is written before it has its name."""
+    return root / f"{directory_name(iteration)}.tmp"
+
+
+def abandon(root: Path, iteration: int) -> None:
+    """Remove an unfinished checkpoint, as far as that is possible."""
+    shutil.rmtree(temporary(root, iteration), ignore_errors=True)
+    _draft(root).unlink(missing_ok=True)
+
+
+def documents(config: RunConfig, training_state: dict[str, Any]) -> dict[str, str]:
+    """What isn't a tensor, as JSON, by file name. A TypeError where it can't be JSON."""
+    values = {CONFIG_FILE: config.to_dict(), STATE_FILE: training_state}
+    return {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
+
+
+def write_documents(folder: Path, texts: dict[str, str]) -> None:
+    """Write each text to its file, synced to the disk."""
+    for name, text in texts.items():
+        _write_synced(folder / name, text)
+
+
+def _draft(root: Path) -> Path:
+    """The tracker before it replaces the last one."""
+    return root / f"{TRACKER}.tmp"
+
+
+def commit(root: Path, iteration: int) -> Path:
+    """Give the written checkpoint its name, replacing an older one of the same iteration, then move the tracker."""
+    source, target = temporary(root, iteration), root / directory_name(iteration)
+    replaced = target.with_name(target.name + ".old")
+    _write_synced(_draft(root), str(iteration))  # before anything is moved: the disk may be full
+    _sync_directory(source)
+    if target.exists():
+        os.rename(target, replaced)
+    os.rename(source, target)
+    _sync_directory(root)
+    os.replace(_draft(root), root / TRACKER)
+    _sync_directory(root)
+    if replaced.exists():
+        _delete(replaced)
+    return target
+
+
+def tracked_iteration(root: Path) -> int | None:
+    """The iteration that the tracker names; None where there is no tracker or it names none."""
+    try:
+        return int((root / TRACKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def retire(root: Path, iteration: int, previous: int | None, retain: Retention) -> None:
+    """Delete what `retain` lets go of, now that `iteration` is complete. Those of later iterations, links and
+    incomplete folders stay. A failure is only a warning: the new checkpoint is safe."""
+    entries = _entries(root, "")
+    older = [number for number, path in entries.items() if number < iteration and not path.is_symlink()]
+    if retain.keep_last is not None:
+        older = [number for number in older if problem(entries[number]) is None]
+    for number in retain.doomed(older, previous):
+        try:
+            _delete(entries[number])
+        except OSError as error:
+            warnings.warn(f"{entries[number]} could not be deleted: {reason(error)}", stacklevel=2)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file's object. Raises `CheckpointError` naming the file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {reason(error)}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return values
+
+
+def problem(path: Path) -> str | None:
+    """Why the checkpoint at `path` can't be loaded, by its small files and the sizes of the large; None if it can."""
+    try:
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is missing")
+        read_json(path / CONFIG_FILE)
+        read_json(path / STATE_FILE)
+        check_files(path, read_index(path).files)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def find_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> CheckpointDirectory | None:
+    """The checkpoint to load from the run folder `root`: the tracker's, or that of iteration `step`.
+
+    Where the tracker is damaged, or what it names isn't complete, the newest complete one, and the note says so. None
+    where `root` holds no checkpoint at all. Raises `CheckpointError` where `step` isn't there, or nothing is complete.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        if root.exists():
+            raise CheckpointError(f"{root} is a file: give the folder that holds the checkpoints (iter_...)")
+        if step is not None:
+            raise CheckpointError(f"--ckpt-step {step}: {root} does not exist")
+        return None
+    found = _entries(root, ".old") | _entries(root, "")
+    if not found and _NAME.fullmatch(root.name) and (root / CONFIG_FILE).exists():
+        raise CheckpointError(f"{root} is one checkpoint: give its parent folder, and choose with --ckpt-step")
+    if step is not None:
+        return _chosen(root, step, found)
+    if not found and not (root / TRACKER).exists():
+        return None
+    return _newest(root, found)
+
+
+def _chosen(root: Path, step: int, found: dict[int, Path]) -> CheckpointDirectory:
+    wrong = problem(found[step]) if step in found else f"{root} holds none of this iteration"
+    if wrong is None:
+        return CheckpointDirectory(step, found[step])
+    complete = [str(number) for number, path in found.items() if number != step and problem(path) is None]
+    raise CheckpointError(f"--ckpt-step {step}: {wrong}; there are: {', '.join(sorted(complete, key=int)) or 'none'}")
+
+
+def _newest(root: Path, found: dict[int, Path]) -> CheckpointDirectory:
+    """The one that the tracker names, else the newest complete one."""
+    path = root / TRACKER
+    text = ""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+        wrong = f"{path} names no iteration: {text[:40]!r}"
+    except OSError as error:
+        wrong = f"{path}: {reason(error)}"
+    if text == "release":
+        raise CheckpointError(f"{path} says release, Megatron-LM's word for converted weights: not supported here")
+    tracked = int(text) if text.isascii() and text.isdigit() else None
+    if tracked is not None:
+        folder = found.get(tracked, root / directory_name(tracked))
+        broken = problem(folder)
+        if broken is None:
+            note = "" if folder.suffix != ".old" else f"replacing it was interrupted: loading {folder}"
+            return CheckpointDirectory(tracked, folder, note)
+        wrong = f"{path} names iteration {tracked}, which isn't complete: {broken}"
+    for iteration, folder in sorted(found.items(), reverse=True):
+        if iteration != tracked and problem(folder) is None:
+            return CheckpointDirectory(iteration, folder, f"{wrong}; loading the newest complete one, {folder}")
+    raise CheckpointError(f"{root} holds no complete checkpoint: {wrong}")

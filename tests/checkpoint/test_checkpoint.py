@@ -1,0 +1,346 @@
+"""Saving and loading whole: any layout reads any other's bits, and what doesn't fit is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from megalite.checkpoint.checkpoint import load_checkpoint, read_config, read_training_state, save_checkpoint
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.metadata import describe, read_index
+from megalite.checkpoint.planner import NamedTensor, owned_chunks
+from megalite.checkpoint.storage import find_checkpoint
+from megalite.config.schema import RunConfig
+from megalite.distributed.layout import Layout
+from megalite.distributed.mesh import Mesh, single_process_mesh
+from megalite.distributed.param_spec import ParamSpec, Place, check_tiling, replicated
+from megalite.distributed.pool import ProcessPool
+from tests.checkpoint import logical
+
+ONE = single_process_mesh()
+LAYOUTS = [
+    Layout(),
+    Layout(tp=2),
+    Layout(tp=4),
+    Layout(tp=8),
+    Layout(pp=2),
+    Layout(pp=4),
+    Layout(dp=3),
+    Layout(tp=2, pp=2, dp=2),
+    Layout(tp=4, pp=2, cp=2),
+]
+
+
+def name_of(layout: Layout) -> str:
+    return f"tp{layout.tp}-pp{layout.pp}-dp{layout.dp}-cp{layout.cp}"
+
+
+def plain_spec(shape: tuple[int, ...]) -> ParamSpec:
+    return ParamSpec(shape, shape, replicated(shape, Place(Layout(), 0)))
+
+
+def entry(key: str, tensor: Tensor) -> NamedTensor:
+    return key, tensor, plain_spec(tuple(tensor.shape))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of one process."""
+    return logical.save(ONE, tmp_path / "run", 100)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_the_specs_of_these_tests_are_sound(layout: Layout) -> None:
+    by_key: dict[str, list[tuple[int, ParamSpec]]] = {}
+    for rank in Layout.group_of(layout, 0, "pp", "tp"):
+        for key, spec in logical.keyed_specs(layout, rank).items():
+            by_key.setdefault(key, []).append((rank, spec))
+    assert [problem for key, ranks in by_key.items() for problem in check_tiling(key, ranks)] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_any_layout_stores_the_logical_tensors_and_one_process_reads_them(layout: Layout, tmp_path: Path) -> None:
+    logical.save_simulated(layout, tmp_path / "shards")
+    logical.check_simulated(Layout(), tmp_path / "shards")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_any_layout_reads_what_another_wrote(layout: Layout, tmp_path: Path) -> None:
+    logical.save_simulated(Layout(tp=4, pp=2, dp=2), tmp_path / "shards")
+    logical.check_simulated(layout, tmp_path / "shards")
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=4, pp=2)], ids=name_of)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_loader_reads_the_logical_tensors(layout: Layout, tmp_path: Path) -> None:
+    logical.save_simulated(layout, tmp_path / "shards")
+    wanted = {key: torch.zeros(shape, dtype=logical.dtype_of(key)) for key, shape in logical.logical_shapes().items()}
+    dcp.load(wanted, checkpoint_id=tmp_path / "shards", no_dist=True)
+    for key, tensor in wanted.items():
+        assert torch.equal(tensor, logical.truth(key, tuple(tensor.shape), tensor.dtype)), key
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=3), Layout(tp=2, dp=2, cp=2)], ids=name_of)
+def test_replicas_share_the_writing_evenly_and_nothing_is_written_twice(layout: Layout) -> None:
+    written: dict[int, int] = {}
+    places = set()
+    for rank in range(layout.world_size):
+        chunks = owned_chunks(logical.filled(layout, rank), logical.mesh_of(layout, rank))
+        flat = [(key, chunk) for key, mine in chunks.items() for chunk in mine]
+        written[rank] = sum(chunk.view.nbytes for _, chunk in flat)
+        places |= {(key, chunk.start) for key, chunk in flat}
+        assert all(not chunk.view.isnan().any() for _, chunk in flat), "padding"
+    sizes = (shape for shape in logical.logical_shapes().items())
+    total = sum(torch.Size(shape).numel() * logical.dtype_of(key).itemsize for key, shape in sizes)
+    assert sum(written.values()) == total
+    owners = range(layout.tp)  # places in a replica
+    for place in owners:
+        group = [written[rank] for rank in layout.group_of(place, "dp", "cp")]
+        assert max(group) - min(group) <= 131 * logical.HIDDEN * 4
+
+
+def _save(mesh: Mesh, root: Path) -> str:
+    return logical.save(mesh, root, 1).name
+
+
+def _load(mesh: Mesh, directory: Path) -> None:
+    logical.assert_true(logical.load(mesh, directory))
+
+
+def _pass_on(mesh: Mesh, source: Path, root: Path) -> None:
+    tensors = logical.load(mesh, source)
+    logical.assert_true(tensors)
+    logical.save(mesh, root, 1, tensors)
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        [Layout(), Layout(tp=2), Layout(tp=4), Layout()],
+        [Layout(pp=2), Layout(), Layout(pp=4), Layout(tp=2, pp=2)],
+        [Layout(dp=4), Layout(dp=2), Layout(dp=3), Layout()],
+    ],
+    ids=["tp", "pp", "dp"],
+)
+def test_bits_survive_a_chain_of_layouts(chain: list[Layout], pool: ProcessPool, tmp_path: Path) -> None:
+    pool.run(_save, chain[0].world_size, tmp_path / "0", layout=chain[0])
+    for i, layout in enumerate(chain[1:]):
+        source = find_checkpoint(tmp_path / str(i))
+        assert source is not None
+        pool.run(_pass_on, layout.world_size, source.path, tmp_path / str(i + 1), layout=layout)
+    last = find_checkpoint(tmp_path / str(len(chain) - 1))
+    assert last is not None
+    assert last.note == ""
+    _load(ONE, last.path)
+
+
+def test_configuration_and_training_state_come_back_equal(tmp_path: Path) -> None:
+    config = RunConfig()
+    config.model.hidden_size, config.learning_rate.lr, config.data.data_path = 64, 1.1e-4, ["0.3", "a", "0.7", "b"]
+    state = {"iteration": 7, "loss": 0.1 + 0.2, "seed": 2**63 + 1, "nested": {"skipped": None, "name": "数"}}
+    key, tensor, spec = entry("model.w", torch.ones(2))
+    path = save_checkpoint(
+        tmp_path,
+        7,
+        mesh=ONE,
+        tensors=[(key, tensor, spec)],
+        config=config,
+        training_state=state,
+        retain=logical.KEEP_ALL,
+    )
+    assert read_config(path) == config
+    assert read_training_state(path) == state
+
+
+def test_loading_unpickles_nothing_but_the_index(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("torch.load was called")
+
+    monkeypatch.setattr(torch, "load", refuse)
+    logical.assert_true(logical.load(ONE, saved))
+
+
+def test_the_index_names_no_place_of_the_machine_that_wrote_it(saved: Path) -> None:
+    assert str(saved.parent.parent).encode() not in (saved / ".metadata").read_bytes()
+
+
+def test_describe_lists_keys_shapes_and_dtypes(saved: Path) -> None:
+    listed = describe(saved)
+    assert {key: info.shape for key, info in listed.items()} == logical.logical_shapes()
+    assert all(info.dtype == logical.dtype_of(key) for key, info in listed.items())
+
+
+def test_dtypes_are_converted_to_the_readers(saved: Path) -> None:
+    wide = logical.empty(Layout(), 0, torch.float64)
+    load_checkpoint(saved, mesh=ONE, tensors=wide)
+    logical.assert_true(wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool])
+def test_every_dtype_survives_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    value = torch.arange(24).reshape(4, 6).to(dtype)
+    key, tensor, spec = entry("model.w", value)
+    path = logical.save(ONE, tmp_path, 1, [(key, tensor, spec)])
+    loaded = torch.zeros_like(value)
+    load_checkpoint(path, mesh=ONE, tensors=[(key, loaded, spec)])
+    assert torch.equal(loaded, value)
+
+
+def test_a_view_that_is_not_row_major_is_stored_as_its_values(tmp_path: Path) -> None:
+    value = torch.arange(24.0).reshape(4, 6).t()
+    path = logical.save(ONE, tmp_path, 1, [entry("model.w", value)])
+    loaded = torch.zeros(6, 4)
+    load_checkpoint(path, mesh=ONE, tensors=[entry("model.w", loaded)])
+    assert torch.equal(loaded, value)
+
+
+def test_a_parameter_that_requires_a_gradient_is_filled_in_place(saved: Path) -> None:
+    tensors = [(key, torch.nn.Parameter(tensor), spec) for key, tensor, spec in logical.empty(Layout(), 0)]
+    load_checkpoint(saved, mesh=ONE, tensors=tensors)
+    logical.assert_true([(key, tensor.detach(), spec) for key, tensor, spec in tensors])
+
+
+def test_weights_alone_load_without_the_optimizers_state(saved: Path) -> None:
+    weights = [item for item in logical.empty(Layout(), 0) if item[0].startswith("model.")]
+    load_checkpoint(saved, mesh=ONE, tensors=weights)
+    logical.assert_true(weights)
+
+
+def test_a_weight_may_be_read_from_the_optimizers_copy_of_it(saved: Path) -> None:
+    main = [item for item in logical.empty(Layout(), 0) if item[0].startswith("optimizer.main.")]
+    load_checkpoint(saved, mesh=ONE, tensors=main)
+    logical.assert_true(main)
+
+
+def test_optimizer_state_that_was_not_saved_is_named_with_the_flag_that_does_without(tmp_path: Path) -> None:
+    weights = [item for item in logical.filled(Layout(), 0) if item[0].startswith("model.")]
+    path = logical.save(ONE, tmp_path, 1, weights)
+    with pytest.raises(CheckpointError, match=r"lacks\n  optimizer\.exp_avg\.embedding\.weight(.|\n)*--no-load-optim"):
+        load_checkpoint(path, mesh=ONE, tensors=logical.empty(Layout(), 0))
+
+
+def test_a_key_that_the_checkpoint_lacks_is_named(saved: Path) -> None:
+    more = [*logical.empty(Layout(), 0), entry("model.layers.4.norm.weight", torch.zeros(6))]
+    with pytest.raises(CheckpointError, match=r"lacks\n  model\.layers\.4\.norm\.weight\n.*--num-layers 4"):
+        load_checkpoint(saved, mesh=ONE, tensors=more)
+
+
+def test_parameters_that_nobody_wants_are_named_unless_asked(saved: Path) -> None:
+    fewer = [item for item in logical.empty(Layout(), 0) if ".layers.3." not in item[0]]
+    with pytest.raises(CheckpointError, match=r"this network lacks:\n  layers\.3\.fc1\.weight(.|\n)*--num-layers 4"):
+        load_checkpoint(saved, mesh=ONE, tensors=fewer)
+    load_checkpoint(saved, mesh=ONE, tensors=fewer, strict=False)
+    logical.assert_true(fewer)
+
+
+def test_another_shape_is_refused_with_both_shapes_and_the_likely_flag(saved: Path) -> None:
+    tensors = [item for item in logical.empty(Layout(), 0) if not item[0].endswith("layers.0.norm.weight")]
+    wrong = entry("model.layers.0.norm.weight", torch.zeros(8))
+    message = r"model\.layers\.0\.norm\.weight: \(6,\) in the checkpoint, \(8,\) here(.|\n)*cause.*--hidden-size 6"
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(saved, mesh=ONE, tensors=[*tensors, wrong])
+
+
+def test_long_lists_of_keys_are_cut_short(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="and 10 more"):
+        load_checkpoint(saved, mesh=ONE, tensors=logical.empty(Layout(), 0)[:0])
+
+
+def test_boxes_that_leave_a_gap_are_never_saved(tmp_path: Path) -> None:
+    key, tensor, spec = entry("model.w", torch.ones(4))
+    box = dataclasses.replace(spec.boxes[0], shape=(3,))
+    with pytest.raises(RuntimeError, match="model.w: 1 chunks hold 3 of 4 elements"):
+        logical.save(ONE, tmp_path, 1, [(key, tensor, dataclasses.replace(spec, boxes=(box,)))])
+
+
+def test_a_training_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        save_checkpoint(
+            tmp_path / "run",
+            1,
+            mesh=ONE,
+            tensors=[],
+            config=RunConfig(),
+            training_state={"tensor": torch.ones(1)},
+            retain=logical.KEEP_ALL,
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_configuration_of_another_version_is_refused_by_field(saved: Path) -> None:
+    values = json.loads((saved / "config.json").read_text())
+    values["model"]["telepathy"] = True
+    (saved / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"config\.json.*model\.telepathy"):
+        read_config(saved)
+
+
+def _lost_key(mesh: Mesh, directory: Path) -> str:
+    """Only stage 1 wants a layer that isn't there."""
+    tensors = logical.empty(mesh.layout, mesh.rank)
+    if mesh.pp.rank == 1:
+        tensors.append(entry("model.layers.9.norm.weight", torch.zeros(6)))
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(directory, mesh=mesh, tensors=tensors)
+    return str(caught.value)
+
+
+def test_all_ranks_raise_what_one_rank_misses(saved: Path, pool: ProcessPool) -> None:
+    messages = pool.run(_lost_key, 2, saved, layout=Layout(pp=2))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("rank 1: ")
+    assert "layers.9.norm.weight" in messages[0]
+
+
+def test_a_rank_that_owns_little_makes_no_empty_file(tmp_path: Path, pool: ProcessPool) -> None:
+    pool.run(_save_one, 4, tmp_path, layout=Layout(dp=4))
+    path = tmp_path / "iter_0000001"
+    assert [name for name in sorted(read_index(path).files)] == [p.name for p in sorted(path.glob("*.distcp"))]
+    assert len(list(path.glob("*.distcp"))) == 1
+
+
+def _save_one(mesh: Mesh, root: Path) -> None:
+    spec = ParamSpec((4,), (4,), replicated((4,), Place(mesh.layout, mesh.rank)))
+    logical.save(mesh, root, 1, [("model.w", torch.ones(4), spec)])
+
+
+def test_layers_keep_their_numbers_through_pipeline_layouts(tmp_path: Path, pool: ProcessPool) -> None:
+    for source, target in itertools.pairwise([Layout(pp=2), Layout(), Layout(pp=4), Layout(pp=2)]):
+        root = tmp_path / f"{source.pp}-{target.pp}"
+        pool.run(_save_numbered, source.world_size, root, layout=source)
+        for stage in pool.run(_load_numbered, target.world_size, root / "iter_0000001", layout=target):
+            assert all(value == number for number, value in stage.items())
+
+
+def _numbered(mesh: Mesh, value: float | None) -> list[NamedTensor]:
+    each = logical.LAYERS // mesh.layout.pp
+    spec = ParamSpec((3,), (3,), replicated((3,), Place(mesh.layout, mesh.rank)))
+    numbers = range(mesh.pp.rank * each, (mesh.pp.rank + 1) * each)
+    return [(f"model.layers.{n}.w", torch.full((3,), float(n) if value is None else value), spec) for n in numbers]
+
+
+def _save_numbered(mesh: Mesh, root: Path) -> None:
+    logical.save(mesh, root, 1, _numbered(mesh, None))
+
+
+def _load_numbered(mesh: Mesh, directory: Path) -> dict[int, float]:
+    tensors = _numbered(mesh, -1.0)
+    load_checkpoint(directory, mesh=mesh, tensors=tensors)
+    return {int(key.split(".")[2]): tensor.mean().item() for key, tensor, _ in tensors}
+
+
+@pytest.mark.cuda
+def test_tensors_on_a_gpu_are_saved_and_filled(tmp_path: Path) -> None:
+    mesh = single_process_mesh("cuda")
+    on_gpu = [(key, tensor.cuda(), spec) for key, tensor, spec in logical.filled(Layout(), 0)]
+    path = logical.save(mesh, tmp_path, 1, on_gpu)
+    loaded = [(key, tensor.cuda(), spec) for key, tensor, spec in logical.empty(Layout(), 0)]
+    load_checkpoint(path, mesh=mesh, tensors=loaded)
+    logical.assert_true([(key, tensor.cpu(), spec) for key, tensor, spec in loaded])

@@ -1,0 +1,69 @@
+"""The batch size as stages agrees with Megatron-LM's formulas."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalite.config.batches import batch_size_at, batch_size_stages
+from megalite.config.schema import TrainingConfig
+
+
+def megatron_rampup(start: int, increment: int, samples: int, last: int, consumed: int) -> int:
+    """The ramp-up as Megatron-LM computes it, step by step."""
+    if consumed > samples:
+        return last
+    per_increment = samples / ((last - start) // increment)
+    return min(start + int(consumed / per_increment) * increment, last)
+
+
+def test_a_constant_batch_is_one_stage() -> None:
+    assert batch_size_stages(TrainingConfig(global_batch_size=8), 64) == [(0, 8)]
+
+
+@pytest.mark.parametrize("start, increment, samples, last", [(2, 2, 100, 8), (16, 8, 1000, 64), (4, 4, 7, 12)])
+def test_a_ramp_up_is_megatrons_at_every_sample(start: int, increment: int, samples: int, last: int) -> None:
+    training = TrainingConfig(global_batch_size=last, rampup_batch_size=[start, increment, samples])
+    stages = batch_size_stages(training, None)
+    for consumed in range(2 * samples):
+        assert batch_size_at(stages, consumed) == megatron_rampup(start, increment, samples, last, consumed), consumed
+
+
+def test_a_ramp_up_that_starts_at_the_end_is_constant() -> None:
+    training = TrainingConfig(global_batch_size=8, rampup_batch_size=[8, 8, 100])
+    assert batch_size_stages(training, None) == [(0, 8)]
+
+
+def test_a_ramp_up_over_no_samples_is_over_at_once() -> None:
+    training = TrainingConfig(global_batch_size=8, rampup_batch_size=[2, 2, 0])
+    assert batch_size_at(batch_size_stages(training, None), 0) == 8
+
+
+def test_steps_are_tokens_over_the_sequence_length() -> None:
+    entries = ["0:16", "2.4B:320", "12B:1536"]
+    stages = batch_size_stages(TrainingConfig(step_batch_size_schedule=entries), 2048)
+    assert stages == [(0, 16), (1_171_875, 320), (5_859_375, 1536)]
+    assert batch_size_at(stages, 0) == 16
+    assert batch_size_at(stages, 1_171_874) == 16
+    assert batch_size_at(stages, 1_171_875) == 320
+    assert batch_size_at(stages, 10**12) == 1536
+
+
+def test_a_schedule_may_be_one_word_and_in_any_order() -> None:
+    split = batch_size_stages(TrainingConfig(step_batch_size_schedule=["1K:8", "0:4", "2M:16"]), 10)
+    assert split == batch_size_stages(TrainingConfig(step_batch_size_schedule=["0:4, 1k:8 2m:16"]), 10)
+    assert split == [(0, 4), (100, 8), (200_000, 16)]
+
+
+@pytest.mark.parametrize(
+    "entries, message",
+    [
+        (["16"], "16 is not TOKENS:SIZE"),
+        (["1K:16"], "the first step must be at 0 tokens"),
+        (["0:4", "5:8"], "two steps are less than a sequence apart"),
+        (["0:4", "1X:8"], "1X is not a number"),
+        (["0:"], "is not a number"),
+    ],
+)
+def test_a_bad_schedule_says_what_is_wrong(entries: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        batch_size_stages(TrainingConfig(step_batch_size_schedule=entries), 64)

@@ -1,0 +1,180 @@
+"""Flags: generated from the schema, precise about what was given, helpful about what wasn't understood."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megalite.config.errors import FlagError
+from megalite.config.fields import all_fields, get, section_names
+from megalite.config.flags import (
+    FlagParser,
+    add_section,
+    build_parser,
+    explicit_fields,
+    parse_flags,
+    parse_namespace,
+    read_run,
+    read_section,
+)
+from megalite.config.schema import RunConfig, TokenizerConfig
+
+
+def parse(*argv: str) -> tuple[RunConfig, set[str], list[str]]:
+    return parse_flags(argv, "pretrain_gpt.py", "Pretrain.")
+
+
+def help_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+    return {name: action.help or "" for action in parser._actions for name in action.option_strings}
+
+
+def test_nothing_given_is_the_schema_defaults() -> None:
+    config, explicit, notes = parse()
+    assert (config, explicit, notes) == (RunConfig(), set(), [])
+
+
+def test_every_field_can_be_set_by_its_flag_and_is_then_explicit() -> None:
+    sample = {int: "3", float: "0.5", str: "text"}
+    parser = build_parser("p", "d")
+    for path, field in all_fields().items():
+        words = [field.option]
+        if field.kind is not bool:
+            words.append(str(field.choices[-1]) if field.choices else sample[field.kind])
+        namespace, _ = parse_namespace(parser, words)
+        value = get(read_run(namespace), path)
+        assert explicit_fields(namespace) == {path}
+        assert value == (not field.default) if field.kind is bool else value is not None
+        if field.kind is not bool and not field.choices:
+            assert value == ([field.kind(sample[field.kind])] if field.is_list else field.kind(sample[field.kind]))
+
+
+def test_giving_a_default_is_explicit() -> None:
+    _, explicit, _ = parse("--seed", "1234")
+    assert explicit == {"training.seed"}
+
+
+def test_a_flag_of_something_that_is_on_turns_it_off() -> None:
+    config, _, _ = parse("--disable-bias-linear", "--no-save-optim", "--no-mmap-bin-files")
+    assert not config.model.add_bias_linear
+    assert not config.checkpoint.save_optim
+    assert not config.data.mmap_bin_files
+    assert config.checkpoint.load_optim
+
+
+def test_whole_numbers_take_the_forms_that_megatron_has_floats_for() -> None:
+    assert parse("--loss-scale-window", "1000.0")[0].precision.loss_scale_window == 1000
+    assert parse("--train-samples", "1e6")[0].training.train_samples == 1_000_000
+    with pytest.raises(FlagError, match="--train-iters: 1.5 is not a whole number"):
+        parse("--train-iters", "1.5")
+    with pytest.raises(FlagError, match="--num-layers: inf is not a whole number"):
+        parse("--num-layers", "inf")
+
+
+def test_lists_take_several_words() -> None:
+    config, _, _ = parse("--rampup-batch-size", "2", "2", "100", "--data-path", "0.3", "a", "0.7", "b", "--bf16")
+    assert config.training.rampup_batch_size == [2, 2, 100]
+    assert config.data.data_path == ["0.3", "a", "0.7", "b"]
+    assert config.precision.bf16
+
+
+def test_a_value_may_begin_with_a_minus_sign() -> None:
+    assert parse("--window-size", "-1,0")[0].model.window_size == "-1,0"
+    assert parse("--lr", "-1e-3")[0].learning_rate.lr == -1e-3
+
+
+def test_the_last_of_a_repeated_flag_counts() -> None:
+    assert parse("--num-layers", "2", "--num-layers", "3")[0].model.num_layers == 3
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--num-layer", "2"], "unknown flag --num-layer; did you mean --num-layers?"),
+        (["--num_layers", "2"], "unknown flag --num_layers; did you mean --num-layers?"),
+        (["--hiden-size=64"], "unknown flag --hiden-size; did you mean --hidden-size?"),
+        (["--moe-router-topkk", "2"], "unknown flag --moe-router-topkk; did you mean --moe-router-topk?"),
+        (["--qqqqqqqq"], "unknown flag --qqqqqqqq; --help lists all flags"),
+        (["word"], "unexpected 'word': a value without its flag"),
+        (["--lr"], "--lr: expected one argument"),
+        (["--lr", "much"], "--lr: much is not a number"),
+        (["--bf16=1"], "--bf16: takes no value, so not 1"),
+        (["--optimizer", "adamw"], "--optimizer: adamw isn't one of its values; valid: adam, sgd"),
+        (["--timing-log-level", "3"], "--timing-log-level: 3 isn't one of its values; valid: 0, 1, 2"),
+    ],
+)
+def test_a_mistake_is_named_with_what_would_be_valid(argv: list[str], message: str) -> None:
+    with pytest.raises(FlagError) as caught:
+        parse(*argv)
+    assert str(caught.value) == message
+
+
+def test_all_unknown_flags_are_reported_at_once() -> None:
+    with pytest.raises(FlagError) as caught:
+        parse("--num-layer", "2", "--bff16")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_an_abbreviation_is_not_taken() -> None:
+    with pytest.raises(FlagError, match="unknown flag --micro-batch; did you mean"):
+        parse("--micro-batch", "2")
+
+
+def test_every_flag_says_its_default_and_meaning() -> None:
+    helps = help_of(build_parser("p", "d"))
+    for field in all_fields().values():
+        text = helps[field.option]
+        assert "default" in text, field.option
+        assert "\n" not in text
+        assert len(text.replace("(default", "")) > 15, field.option
+        assert ("[not built yet]" in text) == (field.planned is not None), field.option
+
+
+def test_help_has_one_group_for_each_section_and_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = build_parser("pretrain_gpt.py", "Pretrain.").format_help()
+    for section in section_names():
+        assert f"\n{section.replace('_', ' ')}:\n" in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for option in (field.option for field in all_fields().values()):
+        assert f" {option}" in text
+
+
+def test_help_loads_neither_torch_nor_numpy() -> None:
+    code = """
+import sys
+from megalite.config.entry import read_config
+try:
+    read_config(["--help"], "pretrain_gpt.py", "Pretrain.", 1)
+except SystemExit as stop:
+    assert stop.code == 0
+    sys.exit(int(bool({"torch", "numpy", "transformers"} & set(sys.modules))))
+"""
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    print(f"--help took {time.perf_counter() - begin:.2f} s")
+    assert done.returncode == 0, done.stderr
+    assert "--tensor-model-parallel-size" in done.stdout
+
+
+def test_a_tool_reads_one_section_beside_flags_of_its_own() -> None:
+    parser = build_parser("tools/train.py", "A tool.", sections=["tokenizer"])
+    parser.add_argument("--seed", type=int, default=7)
+    namespace, notes = parse_namespace(parser, ["--vocab-size", "10", "--seed", "3"])
+    assert read_section(namespace, "tokenizer") == TokenizerConfig(vocab_size=10)
+    assert (namespace.seed, notes) == (3, [])
+    assert explicit_fields(namespace) == {"tokenizer.vocab_size"}
+    with pytest.raises(FlagError, match="unknown flag --vocab-sise; did you mean --vocab-size?"):
+        parse_namespace(parser, ["--vocab-sise", "3"])
+
+
+def test_a_tool_can_take_single_fields_of_a_section() -> None:
+    parser = FlagParser("tool", "A tool.")
+    add_section(parser, "checkpoint", only=["load", "ckpt_step"])
+    namespace, _ = parse_namespace(parser, ["--load", "folder"])
+    assert read_section(namespace, "checkpoint").load == "folder"
+    with pytest.raises(FlagError, match="unknown flag --save"):
+        parse_namespace(parser, ["--save", "folder"])

@@ -1,0 +1,279 @@
+"""Train, valid and test sets: sample for sample megatron-core's, and clear errors where the data can't give them."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.config.errors import UserError
+from megalite.config.schema import RunConfig
+from megalite.data.document_mask import SampleSource
+from megalite.data.gpt_dataset import Datasets, build_datasets
+from tests.data.token_files import (
+    EOD,
+    SEQ_LENGTH,
+    VOCABULARY,
+    megatron_sets,
+    random_documents,
+    run_config,
+    write_tokens,
+)
+
+SIZES = (300, 60, 20)
+
+
+@pytest.fixture
+def corpora(tmp_path: Path) -> tuple[str, str]:
+    """Prefixes of two corpora, the second with empty documents."""
+    first = write_tokens(tmp_path / "first", random_documents(200, seed=1))
+    return first, write_tokens(tmp_path / "second", random_documents(90, seed=2, empty=True), np.int32)
+
+
+def build(config: RunConfig, sizes: tuple[int, int, int] = SIZES) -> Datasets:
+    return build_datasets(config, EOD, VOCABULARY, sizes)
+
+
+def assert_same_samples(ours: SampleSource | None, theirs: Any) -> None:
+    assert (ours is None) == (theirs is None)
+    if ours is None:
+        return
+    assert len(ours) == len(theirs)
+    for place in range(len(ours)):
+        mine, other = ours[place], theirs[place]
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            np.testing.assert_array_equal(mine[name], other[name].numpy())
+
+
+@pytest.mark.parametrize("split", ["960,30,10", "80,15,5", "100,0,0", "50,50"])
+def test_one_corpus_gives_megatron_cores_samples(corpora: tuple[str, str], split: str) -> None:
+    pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    config = run_config(corpora[0], split=split)
+    theirs = megatron_sets(SIZES, blend=([corpora[0]], None), split=split)
+    ours = build(config)
+    for mine, other in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
+        assert_same_samples(mine, other)
+
+
+@pytest.mark.parametrize("weights", [[30.0, 70.0], [0.5, 0.5], [1.0, 3.0], [0.01, 0.99]])
+def test_a_blend_gives_megatron_cores_samples(corpora: tuple[str, str], weights: list[float]) -> None:
+    pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    words = [str(word) for pair in zip(weights, corpora, strict=True) for word in pair]
+    theirs = megatron_sets(SIZES, blend=(list(corpora), weights), split="80,15,5")
+    ours = build(run_config(*words, split="80,15,5"))
+    for mine, other in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
+        assert_same_samples(mine, other)
+
+
+def test_prefixes_alone_are_weighted_by_size_as_in_megatron_core(corpora: tuple[str, str]) -> None:
+    pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    theirs = megatron_sets((200, 30, 10), blend=(list(corpora), None), split="80,15,5")
+    ours = build(run_config(*corpora, split="80,15,5"), (200, 30, 10))
+    for mine, other in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
+        assert_same_samples(mine, other)
+
+
+def test_a_single_weighted_prefix_is_a_blend_as_in_megatron_core(corpora: tuple[str, str]) -> None:
+    pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    theirs = megatron_sets(SIZES, blend=([corpora[0]], [2.0]), split="80,15,5")
+    ours = build(run_config("2.0", corpora[0], split="80,15,5"))
+    assert_same_samples(ours.train, theirs[0])
+
+
+def test_paths_per_split_give_megatron_cores_samples(corpora: tuple[str, str]) -> None:
+    pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    first, second = corpora
+    theirs = megatron_sets(
+        SIZES, blend_per_split=[([first, second], [1.0, 2.0]), ([second], [5.0]), ([first, second], None)]
+    )
+    config = run_config(
+        train_data_path=["1", first, "2", second], valid_data_path=["5", second], test_data_path=[first, second]
+    )
+    ours = build(config)
+    for mine, other in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
+        assert_same_samples(mine, other)
+
+
+def test_masks_equal_megatron_cores(corpora: tuple[str, str]) -> None:
+    pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    theirs = megatron_sets((50, 0, 0), blend=([corpora[0]], None), split="100,0,0", **flags)
+    assert_same_samples(build(run_config(corpora[0], split="100,0,0", **flags), (50, 0, 0)).train, theirs[0])
+
+
+@pytest.mark.parametrize("tokens", [64, 65, 129, 50, 1])
+def test_a_tiny_corpus_is_repeated_as_in_megatron_core(tmp_path: Path, tokens: int) -> None:
+    prefix = write_tokens(tmp_path / "a", [np.arange(tokens) % EOD])
+    ours = build(run_config(prefix, split="1,0,0"), (100, 0, 0))
+    assert ours.train is not None
+    assert len(ours.train) >= 100
+    text = np.concatenate([ours.train[0]["tokens"], ours.train[0]["labels"][-1:]])
+    start = text[0]
+    np.testing.assert_array_equal(text, (start + np.arange(SEQ_LENGTH + 1)) % tokens % EOD)
+    if tokens > 1:
+        pytest.importorskip("megatron.core.datasets.gpt_dataset")
+        assert_same_samples(ours.train, megatron_sets((100, 0, 0), blend=([prefix], None), split="1,0,0")[0])
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_every_item_has_one_shape_and_labels_are_the_next_tokens(corpora: tuple[str, str], mmap: bool) -> None:
+    flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    dataset = build(run_config(corpora[1], split="100,0,0", mmap_bin_files=mmap, **flags), (320, 0, 0)).train
+    assert dataset is not None
+    assert len(dataset) * SEQ_LENGTH > 1.5 * dataset.tokens_per_epoch  # type: ignore[attr-defined]
+    shapes = set()
+    for place in range(len(dataset)):
+        item = dataset[place]
+        shapes.add(tuple((name, array.shape, array.dtype.name) for name, array in sorted(item.items())))
+        np.testing.assert_array_equal(item["tokens"][1:], item["labels"][:-1])
+    assert len(shapes) == 1
+    with pytest.raises(IndexError):
+        dataset[len(dataset)]
+
+
+def test_an_epoch_in_order_of_its_cuts_is_the_corpus_end_to_end(tmp_path: Path) -> None:
+    documents = random_documents(12, empty=True)
+    config = run_config(write_tokens(tmp_path / "a", documents), split="1,0,0")
+    dataset = build(config, (1, 0, 0)).train
+    assert dataset is not None
+    by_cut = np.argsort(dataset.index.shuffle_index)  # type: ignore[attr-defined]
+    laid_out = np.concatenate([documents[i] for i in dataset.index.document_index])  # type: ignore[attr-defined]
+    read = np.concatenate([dataset[int(place)]["tokens"] for place in by_cut])
+    np.testing.assert_array_equal(read, laid_out[: len(read)])
+    assert len(laid_out) - len(read) <= SEQ_LENGTH
+
+
+@pytest.mark.parametrize("words", [["30", "70"], ["0.001", "0.999"], ["1e-9", "1"], ["0", "1"]])
+def test_any_weights_work_and_counts_are_within_one(corpora: tuple[str, str], words: list[str]) -> None:
+    first, second = corpora
+    data = build(run_config(words[0], first, words[1], second, split="100,0,0"), (1000, 0, 0))
+    assert data.train is not None
+    shapes = {data.train[place]["tokens"].shape for place in range(len(data.train))}
+    assert shapes == {(SEQ_LENGTH,)}
+    weights = np.array([float(word) for word in words])
+    counts = np.bincount(data.train.dataset_index[:1000], minlength=2)  # type: ignore[attr-defined]
+    if words[0] == "0":
+        assert [summary.prefix for summary in data.summaries] == [second]
+        counts = counts[::-1]
+    assert (abs(counts - 1000 * weights / weights.sum()) <= 1).all()
+
+
+@pytest.mark.parametrize(
+    "count, split, empty", [(20, "9998,1,1", "valid"), (2, "969,30,1", "valid"), (2, "1,1,998", "train")]
+)
+def test_a_split_without_documents_is_named(tmp_path: Path, count: int, split: str, empty: str) -> None:
+    prefix = write_tokens(tmp_path / "a", random_documents(count))
+    config = run_config(prefix, split=split)
+    with pytest.raises(UserError, match=f"the {empty} split of {prefix} is empty: --split {split}"):
+        build(config)
+
+
+def test_a_split_from_which_nothing_is_wanted_may_be_empty(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", random_documents(2))
+    sets = build(run_config(prefix, split="969,30,1"), (10, 0, 0))
+    assert sets.train is not None
+    assert sets.valid is None
+    assert sets.test is None
+
+
+def test_a_share_of_zero_gives_no_set(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", random_documents(5))
+    assert build(run_config(prefix, split="100,0,0")).valid is None
+    with pytest.raises(UserError, match="nothing to train on"):
+        build(run_config(prefix, split="0,1,0"))
+
+
+@pytest.mark.parametrize("documents", [[], [[], [], []]])
+def test_a_corpus_without_tokens_is_an_error(tmp_path: Path, documents: list[list[int]]) -> None:
+    prefix = write_tokens(tmp_path / "a", documents)
+    for words in ([prefix], ["1", prefix], [prefix, prefix]):
+        with pytest.raises(UserError):
+            build(run_config(*words, split="1,0,0"))
+
+
+def test_full_validation_is_the_whole_split_once(corpora: tuple[str, str]) -> None:
+    config = run_config("1", corpora[0], "9", corpora[1], split="50,25,25")
+    config.validation.full_validation = True
+    sets = build(config, (10, 3, 0))
+    assert sets.valid is not None
+    assert sets.test is not None
+    by_split = [summary for summary in sets.summaries if summary.split == "valid"]
+    assert len(sets.valid) == sum(summary.samples_per_epoch for summary in by_split) > 0
+    assert all(0.9 < summary.epochs <= 1 for summary in by_split)
+    tokens = np.concatenate([sets.valid[place]["tokens"] for place in range(len(sets.valid))])
+    assert len(tokens) == SEQ_LENGTH * len(sets.valid)
+
+
+def test_full_validation_needs_one_whole_sample(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", [np.arange(100), np.arange(64)])
+    config = run_config(prefix, split="1,1,0")
+    config.validation.full_validation = True
+    with pytest.raises(UserError, match="has 64 tokens, and one sample needs --seq-length . 1 = 65"):
+        build(config)
+
+
+def test_an_id_outside_the_vocabulary_is_found_before_training(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", [[1, 2, 3], [VOCABULARY]])
+    with pytest.raises(UserError, match=f"a.bin holds token id {VOCABULARY}, but the vocabulary has {VOCABULARY}"):
+        build(run_config(prefix, split="1,0,0"))
+
+
+def test_an_id_outside_the_vocabulary_is_found_when_read(tmp_path: Path) -> None:
+    documents = [np.zeros(70000, dtype=np.int64), np.full(64, VOCABULARY)]
+    dataset = build(run_config(write_tokens(tmp_path / "a", documents), split="1,0,0")).train
+    assert dataset is not None
+    with pytest.raises(UserError, match="a.bin holds token id 131"):
+        [dataset[place] for place in range(len(dataset))]
+
+
+def test_negative_and_fractional_tokens_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="token id -1"):
+        build(run_config(write_tokens(tmp_path / "a", [[1, -1] * 50], np.int32), split="1,0,0"))
+    with pytest.raises(UserError, match="holds float32 values"):
+        build(run_config(write_tokens(tmp_path / "b", [[1, 2] * 50], np.float32), split="1,0,0"))
+
+
+def test_summaries_say_how_often_the_data_is_seen(tmp_path: Path) -> None:
+    documents = [np.arange(100)] * 100
+    sets = build(run_config(write_tokens(tmp_path / "a", documents), split="1,0,0"), (1000, 0, 0))
+    (summary,) = sets.summaries
+    assert (summary.documents, summary.tokens_per_epoch, summary.samples_per_epoch) == (100, 10000, 156)
+    assert summary.epochs == pytest.approx(6.4)
+    assert "156 samples per epoch" in summary.line()
+    assert "6.40 epochs (data is repeated)" in summary.line()
+
+
+def test_the_cache_lies_beside_the_data_or_where_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    prefix = write_tokens(tmp_path / "data" / "a", random_documents(50))
+    build(run_config(prefix, split="1,0,0"))
+    assert len(list((tmp_path / "data" / "cache").iterdir())) == 3
+    build(run_config("1", prefix, "1", prefix, split="1,0,0", data_cache_path=str(tmp_path / "elsewhere")))
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 5
+    assert len(list((tmp_path / "data" / "cache").iterdir())) == 3
+
+
+def test_more_samples_than_unweighted_prefixes_hold_are_noted(corpora: tuple[str, str]) -> None:
+    sets = build(run_config(*corpora, split="1,0,0"), (10**5, 0, 0))
+    assert sets.train is not None
+    assert len(sets.train) < 10**5
+    assert "starts again" in sets.notes[0]
+
+
+def test_a_pickled_set_gives_the_same_samples(corpora: tuple[str, str]) -> None:
+    dataset = build(run_config("1", corpora[0], "2", corpora[1], split="1,0,0")).train
+    assert dataset is not None
+    copy = pickle.loads(pickle.dumps(dataset))
+    for place in (0, 17, 299):
+        np.testing.assert_array_equal(copy[place]["tokens"], dataset[place]["tokens"])
+
+
+def test_mock_data_needs_no_files() -> None:
+    sets = build(run_config(mock_data=True))
+    assert [0 if each is None else len(each) for each in (sets.train, sets.valid, sets.test)] == list(SIZES)
+    assert sets.train is not None
+    assert sets.train[0]["tokens"].shape == (SEQ_LENGTH,)
+    assert build(run_config(mock_data=True), (5, 0, 0)).valid is None

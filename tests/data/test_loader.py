@@ -1,0 +1,180 @@
+"""Microbatches from worker processes: the same as without, no random state touched, failures reported as they were."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config.errors import UserError
+from megalite.data.document_mask import Item, SampleFormat, SampleSource
+from megalite.data.loader import MicrobatchIterator, microbatch_iterator
+from megalite.data.microbatch import Microbatch
+from megalite.data.mock import MockDataset
+
+
+def mock(num_samples: int = 1000, **flags: bool) -> MockDataset:
+    return MockDataset(
+        seed=1,
+        split=0,
+        vocab_size=131,
+        seq_length=16,
+        num_samples=num_samples,
+        sample_format=SampleFormat(130, **flags),
+    )
+
+
+def loader(dataset: SampleSource, **changes: Any) -> MicrobatchIterator:
+    settings: dict[str, Any] = {
+        "start_sample": 0,
+        "micro_batch_size": 2,
+        "dp_rank": 0,
+        "dp_size": 1,
+        "num_workers": 0,
+        "seed": 5,
+        **changes,
+    }
+    return microbatch_iterator(dataset, **settings)
+
+
+def test_a_microbatch_holds_the_samples_and_their_numbers() -> None:
+    dataset = mock(10, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True)
+    with loader(dataset, start_sample=8, dp_rank=1, dp_size=2) as batches:
+        batch = next(batches)
+    assert batch.sample_ids.tolist() == [10, 11]
+    assert batch.document_ids is not None
+    for row, place in enumerate((0, 1)):  # past the end the dataset begins again
+        for name, array in dataset[place].items():
+            np.testing.assert_array_equal(getattr(batch, name)[row].numpy(), array)
+    assert {name: value.dtype for name, value in vars(batch).items()} == {
+        "tokens": torch.int64,
+        "labels": torch.int64,
+        "loss_mask": torch.bool,
+        "position_ids": torch.int64,
+        "sample_ids": torch.int64,
+        "document_ids": torch.int32,
+    }
+    moved = batch.to("cpu")
+    assert torch.equal(moved.tokens, batch.tokens)
+
+
+@pytest.mark.parametrize("dataloader_type", ["single", "cyclic", None])
+def test_workers_change_nothing(dataloader_type: str | None) -> None:
+    runs = []
+    for num_workers in (0, 2):
+        with loader(mock(11), num_workers=num_workers, dataloader_type=dataloader_type) as batches:
+            runs.append([(batch.sample_ids.tolist(), batch.tokens.tolist()) for batch in islice(batches, 20)])
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_no_random_state_is_touched(num_workers: int) -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # type: ignore[index, union-attr]
+    with loader(mock(), num_workers=num_workers, dataloader_type="cyclic") as batches:
+        list(islice(batches, 5))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (before[1] == np.random.get_state()[1]).all()  # type: ignore[index]
+    assert before[2] == random.getstate()
+
+
+class Failing:
+    """Fails at sample 5 with the given exception."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Item:
+        if index == 5:
+            raise self.error
+        return mock()[index]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("error", [UserError("a.bin holds token id 7"), FileNotFoundError("a.bin is gone")])
+def test_a_mistake_in_the_data_keeps_its_message(num_workers: int, error: Exception) -> None:
+    with loader(Failing(error), num_workers=num_workers) as batches:
+        next(batches), next(batches)
+        with pytest.raises(UserError) as caught:
+            next(batches)
+        assert str(caught.value) == str(error)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_any_other_failure_brings_the_workers_traceback(num_workers: int) -> None:
+    with loader(Failing(KeyError("oops")), num_workers=num_workers) as batches:
+        next(batches), next(batches)
+        with pytest.raises(RuntimeError, match=r"oops(.|\n)*in __getitem__"):
+            next(batches)
+
+
+def test_workers_outlive_an_interrupt_and_end_with_close() -> None:
+    before = set(multiprocessing.active_children())
+    batches = loader(mock(), num_workers=2)
+    assert [next(batches).sample_ids[0].item() for _ in range(2)] == [0, 2]  # one from each worker: both have started
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    for worker in workers:
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGINT)
+        assert os.getpgid(worker.pid) != os.getpgid(0)
+    assert [batch.sample_ids[0].item() for batch in islice(batches, 10)] == list(range(4, 24, 2))
+    batches.close()
+    assert not any(worker.is_alive() for worker in workers)
+    with pytest.raises(ValueError, match="closed"):
+        next(batches)
+
+
+def test_a_killed_worker_is_reported() -> None:
+    before = set(multiprocessing.active_children())
+    with loader(mock(), num_workers=1) as batches:
+        next(batches)
+        (worker,) = set(multiprocessing.active_children()) - before
+        worker.kill()
+        worker.join()
+        with pytest.raises(UserError, match="num-workers"):
+            list(islice(batches, 100))
+
+
+def served(dataset: SampleSource, dp_size: int, micro_batch_size: int, **changes: Any) -> list[list[Microbatch]]:
+    return [
+        list(loader(dataset, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro_batch_size, **changes))
+        for rank in range(dp_size)
+    ]
+
+
+def test_full_validation_counts_each_sample_once_on_ranks_in_step() -> None:
+    dataset = mock(11)
+    ranks = served(dataset, dp_size=2, micro_batch_size=3, total=11)
+    assert [len(each) for each in ranks] == [2, 2]
+    rows = [batch.loss_mask.all(1) for each in ranks for batch in each]
+    assert all(torch.equal(batch.loss_mask.any(1), batch.loss_mask.all(1)) for each in ranks for batch in each)
+    numbers = torch.cat([batch.sample_ids for each in ranks for batch in each])[torch.cat(rows)]
+    assert sorted(numbers.tolist()) == list(range(11))
+    assert sum(batch.loss_mask.sum().item() for each in ranks for batch in each) == 11 * 16
+
+
+def test_a_validation_set_smaller_than_what_is_asked_cycles_and_resumes() -> None:
+    """4 samples, global batch 8, 6 evaluations of one batch, a new iterator after the third."""
+    dataset = mock(4)
+    with loader(dataset, dp_rank=1, dp_size=2) as batches:
+        straight = [batch.tokens.tolist() for batch in islice(batches, 12)]
+    resumed = []
+    for consumed in (0, 24):
+        with loader(dataset, dp_rank=1, dp_size=2, start_sample=consumed) as batches:
+            resumed += [batch.tokens.tolist() for batch in islice(batches, 6)]
+    assert straight == resumed
+
+
+def test_a_dataset_without_samples_is_refused() -> None:
+    with pytest.raises(UserError, match="no samples"):
+        loader(mock(0))

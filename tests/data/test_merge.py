@@ -1,0 +1,110 @@
+"""Merging token files equals preprocessing the joined corpus."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.config.errors import UserError
+from megalite.config.schema import TokenizerConfig
+from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megalite.data.merge import expand_prefixes, merge_datasets
+from megalite.data.preprocess import PreprocessOptions, preprocess
+from tests.data.corpora import write_jsonl
+
+
+def part(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> str:
+    prefix.parent.mkdir(exist_ok=True, parents=True)
+    with IndexedDatasetBuilder(str(prefix), np.dtype(dtype)) as builder:
+        for tokens in documents:
+            builder.add_document(np.array(tokens, dtype=dtype))
+    return str(prefix)
+
+
+def pair(prefix: Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def test_merged_parts_equal_the_preprocessed_concatenation(tmp_path: Path) -> None:
+    config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=500)
+    texts = [" ".join(str((n * k) % 500) for k in range(n % 9 + 1)) for n in range(60)]
+    (tmp_path / "parts").mkdir()
+    for n in range(6):
+        source = write_jsonl(tmp_path / f"{n}.jsonl", texts[10 * n : 10 * n + 10])
+        preprocess(PreprocessOptions([str(source)], f"{tmp_path}/parts/p{n}", append_eod=True), config)
+    source = write_jsonl(tmp_path / "all.jsonl", texts)
+    preprocess(PreprocessOptions([str(source)], f"{tmp_path}/all", append_eod=True), config)
+    counts = merge_datasets([str(tmp_path / "parts")], str(tmp_path / "merged"))
+    whole = IndexedDataset(f"{tmp_path}/all_text_document")
+    assert counts == (6, 60, whole.num_tokens)
+    assert pair(tmp_path / "merged") == pair(tmp_path / "all_text_document")
+
+
+def test_prefixes_keep_the_order_given_and_a_folder_is_sorted(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        part(tmp_path / "in" / name, [[ord(name)]])
+    (tmp_path / "in" / "readme.txt").write_text("not a part")
+    merge_datasets([f"{tmp_path}/in/c", f"{tmp_path}/in/a"], str(tmp_path / "given"))
+    merge_datasets([f"{tmp_path}/in"], str(tmp_path / "folder"))
+    given, folder = IndexedDataset(f"{tmp_path}/given"), IndexedDataset(f"{tmp_path}/folder")
+    assert "".join(chr(given[n][0]) for n in range(2)) == "ca"
+    assert "".join(chr(folder[n][0]) for n in range(3)) == "abc"
+
+
+def test_a_merge_of_merges_and_of_an_empty_part_loses_nothing(tmp_path: Path) -> None:
+    parts = [part(tmp_path / "in" / name, rows) for name, rows in (("a", [[1], [2, 3]]), ("b", []), ("c", [[4]]))]
+    merge_datasets(parts[:2], str(tmp_path / "ab"))
+    merge_datasets([str(tmp_path / "ab"), parts[2]], str(tmp_path / "abc"))
+    part(tmp_path / "truth", [[1], [2, 3], [4]])
+    assert pair(tmp_path / "abc") == pair(tmp_path / "truth")
+
+
+def test_two_hundred_parts_need_little_memory(tmp_path: Path) -> None:
+    block = np.arange(100_000, dtype=np.uint16)
+    for n in range(200):
+        with IndexedDatasetBuilder(f"{tmp_path}/in/part{n:03}", np.uint16) as builder:
+            builder.add_document(block + np.uint16(n))
+    code = (
+        "import resource\n"
+        "from megalite.data.merge import merge_datasets\n"
+        "start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"print(merge_datasets(['{tmp_path}/in'], '{tmp_path}/out'))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    counts, kilobytes = done.stdout.splitlines()
+    assert counts == "(200, 200, 20000000)"
+    assert int(kilobytes) < 30_000 * (1024 if sys.platform == "darwin" else 1)
+    merged = IndexedDataset(f"{tmp_path}/out")
+    assert all(np.array_equal(merged[n], block + np.uint16(n)) for n in (0, 1, 57, 199))
+
+
+def test_parts_of_different_dtypes_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    parts = [part(tmp_path / "small", [[1]]), part(tmp_path / "large", [[70000]], "int32")]
+    with pytest.raises(UserError, match=r"large holds int32 tokens and .*small uint16"):
+        merge_datasets(parts, str(tmp_path / "out"))
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_a_missing_damaged_or_repeated_part_is_named(tmp_path: Path) -> None:
+    first = part(tmp_path / "in" / "a", [[1, 2, 3]])
+    second = part(tmp_path / "in" / "b", [[4]])
+    with pytest.raises(UserError, match=r"absent\.idx"):
+        merge_datasets([first, str(tmp_path / "absent")], str(tmp_path / "out"))
+    with pytest.raises(UserError, match="twice"):
+        merge_datasets([str(tmp_path / "in"), first], str(tmp_path / "out"))
+    with pytest.raises(UserError, match="is one of the parts"):
+        merge_datasets([first, second], second)
+    with pytest.raises(UserError, match="holds no .idx"):
+        expand_prefixes([str(tmp_path)])
+    Path(f"{second}.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"b\.bin is truncated"):
+        merge_datasets([first, second], str(tmp_path / "out"))
+    Path(f"{second}.bin").unlink()
+    with pytest.raises(UserError, match=r"b\.bin is missing"):
+        merge_datasets([str(tmp_path / "in")], str(tmp_path / "out"))
+    assert list(tmp_path.glob("out*")) == []

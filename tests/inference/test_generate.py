@@ -1,0 +1,182 @@
+"""Generation with a cache and padding is what the plain model says of each prompt alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config.errors import UserError
+from megalite.distributed.mesh import single_process_mesh
+from megalite.inference import generate as room
+from megalite.inference.generate import PaddedBatch, generate, stream, visible_keys
+from megalite.inference.options import GenerationOptions
+from megalite.models.gpt import GPTStage, plain_info
+from tests.helpers import BF16, FP32, FP64, LLAMA, VOCABULARY, tiny_model
+
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [101, 102, 103, 104, 105]]
+NEW = 10
+GREEDY = GenerationOptions(max_new_tokens=NEW)
+SAMPLED = GenerationOptions(max_new_tokens=NEW, temperature=1.5, top_k=60, top_p=0.95, seed=3)
+
+NETWORKS: dict[str, dict[str, Any]] = {
+    "learned positions": {},
+    "rotary, grouped queries": LLAMA,
+    "no positions": {"position_embedding_type": "none"},
+    "window": {"window_size": "4,0"},
+    "rotary, grouped queries, window": {**LLAMA, "window_size": "3,0"},
+    "interleaved partial rotary, one group": {
+        "position_embedding_type": "rope",
+        "rotary_interleaved": True,
+        "rotary_percent": 0.5,
+        "num_query_groups": 1,
+        "qk_layernorm": True,
+        "untie_embeddings_and_output_weights": True,
+    },
+}
+networks = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS.keys())
+kernels = pytest.mark.parametrize("kernel", ["auto", "unfused"])
+
+
+def build(**overrides: Any) -> GPTStage:
+    """An fp64 model with weights large enough that every token depends on those before it."""
+    return tiny_model(single_process_mesh(), FP64, init_method_std=0.4, **overrides)
+
+
+@torch.no_grad()
+def plain_logits(model: GPTStage, tokens: list[int]) -> Tensor:
+    """Float64 [vocabulary] after `tokens`, by the path that training takes: no cache, no padding."""
+    ids = torch.tensor([tokens])
+    return model.logits(model(ids, plain_info(ids)))[-1, 0]
+
+
+def by_recomputing(model: GPTStage, prompt: list[int], choose: Callable[[Tensor, int], Tensor]) -> list[int]:
+    tokens = list(prompt)
+    for step in range(NEW):
+        tokens.append(int(choose(plain_logits(model, tokens)[None], step).item()))
+    return tokens[len(prompt) :]
+
+
+@networks
+@kernels
+def test_cached_generation_equals_recomputing_the_whole_prefix(network: dict[str, Any], kernel: str) -> None:
+    model = build(attention_backend=kernel, **network)
+    for prompt in PROMPTS:
+        expected = by_recomputing(model, prompt, lambda logits, _: logits.argmax(-1))
+        assert generate(model, [prompt], GREEDY, eod=None) == [expected]
+        assert len(set(expected)) > 2
+
+
+@networks
+@kernels
+def test_a_batch_of_unequal_prompts_equals_each_alone(network: dict[str, Any], kernel: str) -> None:
+    model = build(attention_backend=kernel, **network)
+    together = PaddedBatch(model, PROMPTS, new_tokens=NEW)
+    logits = [together.prefill()]
+    for step in range(NEW):
+        logits.append(together.advance(torch.tensor([[step], [7], [11 * step], [0]])))
+    for row, prompt in enumerate(PROMPTS):
+        tokens = list(prompt)
+        for step, found in enumerate(logits):
+            torch.testing.assert_close(found[row], plain_logits(model, tokens), rtol=0, atol=1e-12)
+            tokens.append((step, 7, 11 * step, 0)[row])
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_what_a_prompt_becomes_does_not_depend_on_its_companions(options: GenerationOptions) -> None:
+    model = build(**LLAMA)
+    together = generate(model, PROMPTS, options, eod=None)
+    for index, prompt in enumerate(PROMPTS):
+        assert generate(model, [prompt], options, eod=None, indices=[index]) == [together[index]]
+    backwards = generate(model, PROMPTS[::-1], options, eod=None, indices=[3, 2, 1, 0])
+    assert backwards == together[::-1]
+
+
+def test_a_long_prompt_in_parts_equals_the_prompt_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(**LLAMA, window_size="6,0")
+    at_once = PaddedBatch(model, PROMPTS, new_tokens=0).prefill()
+    monkeypatch.setattr(room, "_PREFILL_TOKENS", 5)
+    torch.testing.assert_close(PaddedBatch(model, PROMPTS, new_tokens=0).prefill(), at_once, rtol=0, atol=1e-12)
+
+
+def test_every_query_sees_something_and_no_query_sees_padding_or_the_future() -> None:
+    pads = torch.tensor([0, 3])
+    visible = visible_keys(torch.arange(5), pads, window=1)[:, 0]
+    for row, pad in enumerate(pads.tolist()):
+        for query in range(5):
+            seen = {query} if query < pad else {key for key in (query - 1, query) if key >= pad}
+            assert set(visible[row, query].nonzero().flatten().tolist()) == seen
+
+
+def test_the_same_seed_gives_the_same_and_another_seed_another() -> None:
+    model = build()
+    assert generate(model, PROMPTS, SAMPLED, eod=None) == generate(model, PROMPTS, SAMPLED, eod=None)
+    other = GenerationOptions(**{**vars(SAMPLED), "seed": 4})
+    assert generate(model, PROMPTS, SAMPLED, eod=None) != generate(model, PROMPTS, other, eod=None)
+    assert len({tuple(tokens) for tokens in generate(model, [[5]] * 8, SAMPLED, eod=None)}) == 8
+
+
+def test_top_1_is_greedy() -> None:
+    model = build(**LLAMA)
+    options = GenerationOptions(max_new_tokens=NEW, temperature=3.0, top_k=1)
+    assert generate(model, PROMPTS, options, eod=None) == generate(model, PROMPTS, GREEDY, eod=None)
+
+
+def test_a_prompt_ends_before_the_end_of_document_and_the_others_go_on() -> None:
+    model = build()
+    free = generate(model, PROMPTS, GREEDY, eod=None)
+    eod = free[2][4]
+    expected = [tokens[: tokens.index(eod)] if eod in tokens else tokens for tokens in free]
+    assert len(set(map(len, expected))) > 1
+    assert generate(model, PROMPTS, GREEDY, eod=eod) == expected
+
+
+def test_the_loop_ends_when_all_prompts_have_ended() -> None:
+    model = build()
+    free = generate(model, [PROMPTS[0]], GREEDY, eod=None)[0]
+    steps = list(stream(model, [PROMPTS[0]], GREEDY, eod=free[3]))
+    assert [ids for (ids,) in steps] == free[: free.index(free[3])]
+    assert generate(model, [PROMPTS[0]], GREEDY, eod=free[0]) == [[]]
+
+
+def test_learned_positions_can_be_filled_but_not_passed() -> None:
+    model = build(max_position_embeddings=16)
+    prompt = list(range(12))
+    assert len(generate(model, [prompt], GenerationOptions(max_new_tokens=4), eod=None)[0]) == 4
+    with pytest.raises(UserError, match=r"prompt 2 has 12 tokens.*16 learned positions.*--max-new-tokens 4 or less"):
+        stream(model, [[1], prompt], GenerationOptions(max_new_tokens=5), eod=None)
+    with pytest.raises(UserError, match=r"shorten it to 15 tokens"):
+        stream(model, [prompt * 2], GenerationOptions(max_new_tokens=1), eod=None)
+
+
+def test_rotary_positions_have_no_end() -> None:
+    model = build(**LLAMA, max_position_embeddings=8)
+    expected = by_recomputing(model, PROMPTS[2], lambda logits, _: logits.argmax(-1))
+    assert generate(model, [PROMPTS[2]], GREEDY, eod=None) == [expected]
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda precision: precision.name)
+def test_other_precisions_generate_too(precision: Any) -> None:
+    model = tiny_model(single_process_mesh(), precision, init_method_std=0.4, **LLAMA)
+    tokens = generate(model, PROMPTS, GREEDY, eod=None)
+    assert all(0 <= token < VOCABULARY for row in tokens for token in row)
+    assert [len(row) for row in tokens] == [NEW] * 4
+
+
+def test_ids_never_come_from_vocabulary_padding() -> None:
+    model = build(make_vocab_size_divisible_by=128)
+    with torch.no_grad():
+        model.output_weight[VOCABULARY:] = 1e6
+    flat = GenerationOptions(max_new_tokens=40, temperature=1e6)
+    assert max(generate(model, [[1]], flat, eod=None)[0]) < VOCABULARY
+
+
+def test_weights_that_are_not_finite_are_reported() -> None:
+    model = build()
+    with torch.no_grad():
+        model.output_weight[5] = float("nan")
+    with pytest.raises(UserError, match="not finite"):
+        generate(model, [[1]], GREEDY, eod=None)

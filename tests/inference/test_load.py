@@ -1,0 +1,118 @@
+"""What is loaded is what was saved, as its checkpoint says and the flags change it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.errors import FlagError, UserError
+from megalite.config.schema import PrecisionConfig, TokenizerConfig
+from megalite.inference.load import load_for_generation
+from megalite.nn.module import named_specs
+from tests.data.corpora import sentencepiece_model
+from tests.helpers import LLAMA
+from tests.inference.checkpoints import save_tiny
+
+
+@pytest.mark.parametrize(
+    ("precision", "given", "name"),
+    [
+        (PrecisionConfig(), {}, "fp32"),
+        (PrecisionConfig(bf16=True), {}, "bf16"),
+        (PrecisionConfig(bf16=True), {"precision.fp64": True}, "fp64"),
+        (PrecisionConfig(fp64=True), {"precision.bf16": True}, "bf16"),
+        (PrecisionConfig(), {"precision.fp16": True}, "fp16"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_every_weight_is_the_saved_one_in_the_wanted_format(
+    tmp_path: Path, precision: PrecisionConfig, given: dict[str, Any], name: str
+) -> None:
+    saved = save_tiny(tmp_path, precision=precision, make_vocab_size_divisible_by=128, **LLAMA)
+    loaded = load_for_generation(str(tmp_path), given={"layout.threads_per_rank": 1, **given})
+    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64, "fp16": torch.float16}[name]
+    weights = {name: (parameter, spec) for name, parameter, spec in named_specs(saved)}
+    for name_, parameter, spec in named_specs(loaded.model):
+        assert parameter.dtype == wanted
+        assert not parameter.requires_grad
+        box = spec.boxes[0].local_slices  # without the vocabulary's padding
+        assert torch.equal(parameter[box], weights[name_][0][box].to(wanted))
+    assert loaded.notes == [f"iteration 10 of {tmp_path}, {name} on cpu"]
+
+
+def test_the_newest_checkpoint_or_the_one_asked_for_is_loaded(tmp_path: Path) -> None:
+    models = {iteration: save_tiny(tmp_path, iteration=iteration) for iteration in (5, 10)}
+    given = {"layout.threads_per_rank": 1}
+    for step, iteration in ((None, 10), (5, 5), (10, 10)):
+        loaded = load_for_generation(str(tmp_path), step=step, given=given)
+        assert torch.equal(loaded.model.output_weight, models[iteration].output_weight)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_told(tmp_path: Path) -> None:
+    models = {iteration: save_tiny(tmp_path, iteration=iteration) for iteration in (5, 10)}
+    (tmp_path / "iter_0000010" / ".metadata").unlink()
+    loaded = load_for_generation(str(tmp_path), given={"layout.threads_per_rank": 1})
+    assert torch.equal(loaded.model.output_weight, models[5].output_weight)
+    assert "iter_0000005" in loaded.notes[0]
+
+
+def test_dropout_and_the_kernel_of_training_play_no_part(tmp_path: Path) -> None:
+    save_tiny(tmp_path, window_size="3,0", attention_backend="unfused")
+    config = load_for_generation(str(tmp_path), given={"layout.threads_per_rank": 1}).config
+    assert (config.model.attention_dropout, config.model.hidden_dropout) == (0.0, 0.0)
+    assert config.model.attention_backend == "auto"
+    assert config.model.window_size == "3,0"
+
+
+def test_a_tokenizer_that_moved_is_named_by_flag(tmp_path: Path) -> None:
+    old = sentencepiece_model(tmp_path)
+    tokenizer = TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=old, vocab_size=400)
+    save_tiny(tmp_path / "run", tokenizer=tokenizer, vocab_size=400)
+    new = shutil.move(old, tmp_path / "moved.model")
+    with pytest.raises(UserError, match=r"--tokenizer-model .*small\.model"):
+        load_for_generation(str(tmp_path / "run"))
+    given = {"tokenizer.tokenizer_model": str(new), "layout.threads_per_rank": 1}
+    assert load_for_generation(str(tmp_path / "run"), given=given).tokenizer.vocab_size == 400
+
+
+def test_a_tokenizer_of_another_size_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "run")
+    other = {
+        "tokenizer.tokenizer_type": "SentencePieceTokenizer",
+        "tokenizer.tokenizer_model": sentencepiece_model(tmp_path),
+    }
+    with pytest.raises(UserError, match=r"small\.model has 400 ids.*trained with 131"):
+        load_for_generation(str(tmp_path / "run"), given=other)
+    with pytest.raises(UserError, match=r"NullTokenizer has 51 ids.*trained with 131"):
+        load_for_generation(str(tmp_path / "run"), given={"tokenizer.vocab_size": 50})
+
+
+def test_two_number_formats_exclude_each_other(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    with pytest.raises(FlagError, match="--bf16 and --fp64 exclude each other"):
+        load_for_generation(str(tmp_path), given={"precision.bf16": True, "precision.fp64": True})
+
+
+def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--load .*nowhere"):
+        load_for_generation(str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="no checkpoint"):
+        load_for_generation(str(tmp_path))
+
+
+def test_an_iteration_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    with pytest.raises(UserError, match=r"--ckpt-step 11.*10"):
+        load_for_generation(str(tmp_path), step=11)
+
+
+def test_a_truncated_checkpoint_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    for data in (tmp_path / "iter_0000010").glob("*.distcp"):
+        data.write_bytes(data.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"distcp is truncated"):
+        load_for_generation(str(tmp_path))

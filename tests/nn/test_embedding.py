@@ -1,0 +1,80 @@
+"""The embedding table: lookups, where its gradient goes, and padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megalite.nn.embedding import PositionEmbedding, VocabularyParallelEmbedding, lookup, padded_vocabulary
+from megalite.nn.module import initialize
+from tests.helpers import BF16, tiny_build
+
+
+def test_without_a_main_gradient_it_is_torchs_embedding() -> None:
+    table = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    plain = table.detach().clone().requires_grad_()
+    ids = torch.tensor([[0, 6, 6], [2, 0, 6]])
+    cotangent = torch.randn(2, 3, 3, dtype=torch.float64)
+    ours, theirs = lookup(table, ids), F.embedding(ids, plain)
+    assert torch.equal(ours, theirs)
+    ours.backward(cotangent)
+    theirs.backward(cotangent)
+    assert torch.allclose(table.grad, plain.grad, atol=1e-14)
+
+
+def test_the_main_gradient_gets_the_sum_over_backwards_and_grad_stays_empty() -> None:
+    table = torch.nn.Parameter(torch.randn(7, 3, dtype=torch.float64))
+    table.main_grad = torch.zeros(7, 3, dtype=torch.float64)  # type: ignore[attr-defined]
+    plain = table.detach().clone().requires_grad_()
+    for _ in range(3):
+        ids, cotangent = torch.randint(7, (4, 2)), torch.randn(4, 2, 3, dtype=torch.float64)
+        lookup(table, ids).backward(cotangent)
+        F.embedding(ids, plain).backward(cotangent)
+    assert table.grad is None
+    assert torch.allclose(table.main_grad, plain.grad, atol=1e-14)
+
+
+def test_a_frequent_tokens_half_precision_gradient_is_summed_in_fp32() -> None:
+    """In bf16 the sum of ones stops at 256."""
+    table = torch.nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))
+    table.main_grad = torch.zeros(3, 2)  # type: ignore[attr-defined]
+    lookup(table, torch.ones(1000, dtype=torch.int64)).sum().backward()
+    assert torch.equal(table.main_grad, torch.tensor([[0.0, 0], [1000, 1000], [0, 0]]))
+
+
+@pytest.mark.parametrize(
+    ("size", "divisor", "tp", "rows"),
+    [
+        (50257, 128, 1, 50304),
+        (50257, 128, 8, 51200),
+        (131, 1, 1, 131),
+        (131, 1, 2, 132),
+        (131, 128, 1, 256),
+        (131, 128, 4, 512),
+        (256, 128, 2, 256),
+    ],
+)
+def test_the_vocabulary_is_padded_to_the_next_multiple_of_divisor_times_tp(
+    size: int, divisor: int, tp: int, rows: int
+) -> None:
+    assert padded_vocabulary(size, divisor, tp) == rows
+
+
+def test_padding_rows_start_at_zero_and_never_get_a_gradient() -> None:
+    layer = VocabularyParallelEmbedding(tiny_build(make_vocab_size_divisible_by=128), 131, None)
+    initialize(layer, 0)
+    assert layer.weight.shape == (256, 32)
+    assert (layer.weight[131:] == 0).all()
+    assert (layer.weight[:131] != 0).all()
+    layer(torch.arange(131)[None]).square().sum().backward()
+    assert (layer.weight.grad[131:] == 0).all()
+    assert (layer.weight.grad[:131] != 0).any(dim=1).all()
+
+
+def test_the_table_is_in_the_decoupled_learning_rate_group_and_positions_are_not() -> None:
+    build = tiny_build(BF16)
+    assert VocabularyParallelEmbedding(build, 131, None).param_specs["weight"].lr_group == "decoupled"
+    positions = PositionEmbedding(build)
+    assert positions.param_specs["weight"].lr_group == "default"
+    assert positions.weight.dtype == torch.bfloat16

@@ -1,0 +1,79 @@
+"""Linear layers against autograd, and where their weight's gradient goes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megalite.distributed.param_spec import Init
+from megalite.nn.linear import RowParallelLinear, linear
+from megalite.nn.module import initialize
+from tests.helpers import tiny_build
+
+DOUBLE = torch.float64
+
+
+def with_main_grad(weight: torch.Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(weight)
+    parameter.main_grad = torch.zeros(weight.shape, dtype=dtype)  # type: ignore[attr-defined]
+    return parameter
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4), (2, 3, 2, 4)])
+def test_the_product_and_both_gradients_are_those_of_the_flattened_matrix(shape: tuple[int, ...]) -> None:
+    x = torch.randn(3, 2, 4, dtype=DOUBLE, requires_grad=True)
+    weight = torch.randn(shape, dtype=DOUBLE, requires_grad=True)
+    assert torch.allclose(linear(x, weight), F.linear(x, weight.view(-1, 4)), atol=1e-14)
+    assert torch.autograd.gradcheck(linear, (x, weight))
+
+
+def test_only_the_gradients_asked_for_are_computed() -> None:
+    x, weight = torch.randn(3, 4, dtype=DOUBLE), torch.randn(5, 4, dtype=DOUBLE, requires_grad=True)
+    linear(x, weight).sum().backward()
+    assert weight.grad is not None
+    frozen = weight.detach()
+    y = linear(x.requires_grad_(), frozen)
+    y.sum().backward()
+    assert torch.allclose(x.grad, frozen.sum(0).expand(3, 4))
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4)])
+def test_the_main_gradient_gets_the_sum_over_backwards_and_grad_stays_empty(shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape, dtype=DOUBLE)
+    ours, plain = with_main_grad(values.clone(), DOUBLE), torch.nn.Parameter(values.clone())
+    for _ in range(3):
+        x, cotangent = torch.randn(5, 2, 4, dtype=DOUBLE), torch.randn(5, 2, 6, dtype=DOUBLE)
+        our_x, plain_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+        linear(our_x, ours).backward(cotangent)
+        F.linear(plain_x, plain.view(6, 4)).backward(cotangent)
+        assert torch.allclose(our_x.grad, plain_x.grad, atol=1e-13)
+    assert ours.grad is None
+    assert torch.allclose(ours.main_grad, plain.grad, atol=1e-13)
+
+
+def test_half_precision_gradients_are_summed_in_the_wide_main_gradient() -> None:
+    """In bf16 the sum of ones stops at 256."""
+    weight = with_main_grad(torch.zeros(1, 2, dtype=torch.bfloat16), torch.float32)
+    x = torch.tensor([[1.0, 0.5]], dtype=torch.bfloat16)
+    for _ in range(1000):
+        linear(x, weight).sum().backward()
+    assert torch.equal(weight.main_grad, torch.tensor([[1000.0, 500.0]]))
+
+
+def test_a_half_precision_contribution_has_at_most_one_rounding_more_than_the_wide_one() -> None:
+    x, cotangent = torch.randn(64, 8).bfloat16(), torch.randn(64, 6).bfloat16()
+    weight = with_main_grad(torch.zeros(6, 8, dtype=torch.bfloat16), torch.float32)
+    linear(x, weight).backward(cotangent)
+    exact = cotangent.double().t() @ x.double()
+    assert ((weight.main_grad.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all()
+
+
+def test_a_row_parallel_layer_adds_its_bias_once() -> None:
+    build = tiny_build()
+    layer = RowParallelLinear(build, 6, 4, bias=True, init=Init())
+    initialize(layer, 1)
+    with torch.no_grad():
+        layer.bias.copy_(torch.arange(4))
+    x = torch.randn(3, 6, dtype=DOUBLE)
+    assert torch.allclose(layer(x), x @ layer.weight.t() + torch.arange(4), atol=1e-14)

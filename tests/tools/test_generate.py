@@ -1,0 +1,171 @@
+"""`tools/generate.py` from its flags to what it prints."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megalite.config.errors import FlagError, UserError
+from megalite.config.schema import TokenizerConfig
+from megalite.data.tokenizers import SentencePieceTokenizer
+from tests.data.corpora import sentencepiece_model
+from tests.helpers import LLAMA
+from tests.inference.checkpoints import save_tiny
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "generate.py"
+SAMPLED = ("--temperature", "1.5", "--top-k", "50", "--top-p", "0.95", "--max-new-tokens", "12")
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_tool", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of a rotary model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("run")
+    model = sentencepiece_model(folder)
+    tokenizer = TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model)
+    save_tiny(folder / "checkpoints", tokenizer=tokenizer, vocab_size=400, **LLAMA)
+    return folder
+
+
+def words(run: Path, *flags: str) -> list[str]:
+    return ["--load", str(run / "checkpoints"), "--threads-per-rank", "1", *flags]
+
+
+def call(tool: ModuleType, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
+    """What the tool prints on stdout and stderr when it succeeds."""
+    assert tool.main(list(arguments)) == 0
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def as_json(tool: ModuleType, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    out, _ = call(tool, capsys, *arguments, "--json")
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_the_command_prints_one_json_object_a_prompt(run: Path) -> None:
+    prompts = ["--prompt", "The quick", "--prompt", "今天天气很好", "--prompt", ""]
+    command = [sys.executable, str(SCRIPT), *words(run, *prompts, *SAMPLED, "--json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    objects = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["prompt"] for one in objects] == ["The quick", "今天天气很好", ""]
+    tokenizer = SentencePieceTokenizer(str(run / "small.model"))
+    for one in objects:
+        assert set(one) == {"prompt", "text", "tokens"}
+        assert 0 < len(one["tokens"]) <= 12
+        assert tokenizer.eod not in one["tokens"]
+        prompt = tokenizer.tokenize(one["prompt"])
+        assert one["prompt"] + one["text"] == tokenizer.detokenize(prompt + one["tokens"])
+
+
+def test_a_bad_number_ends_with_status_2_before_torch_is_loaded(run: Path) -> None:
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = {[str(SCRIPT), *words(run, '--prompt', 'x', '--top-p', '1.5')]!r}\n"
+        "try:\n"
+        f"    runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+        "finally:\n"
+        "    print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert done.stderr.splitlines() == [
+        "generate.py: error: --top-p 1.5 must be above 0 and at most 1; leave it out to sample among all tokens"
+    ]
+
+
+def test_prompt_and_continuation_are_printed_as_one_text(
+    tool: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = words(run, "--prompt", "The quick", *SAMPLED)
+    (one,) = as_json(tool, capsys, *flags)
+    out, err = call(tool, capsys, *flags)
+    assert out == one["prompt"] + one["text"] + "\n"
+    assert err == f"iteration 10 of {run / 'checkpoints'}, fp32 on cpu\n"
+
+
+def test_several_prompts_are_told_apart(tool: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = words(run, "--prompt", "The", "--prompt", "def", "--max-new-tokens", "4")
+    first, second = as_json(tool, capsys, *flags)
+    out, _ = call(tool, capsys, *flags)
+    assert out == f"--- prompt 1 of 2 ---\nThe{first['text']}\n--- prompt 2 of 2 ---\ndef{second['text']}\n"
+
+
+def test_a_terminal_sees_the_same_piece_by_piece(
+    tool: ModuleType, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = words(run, "--prompt", "小明说", *SAMPLED)
+    whole, _ = call(tool, capsys, *flags)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    writes: list[str] = []
+    original = sys.stdout.write
+    monkeypatch.setattr(sys.stdout, "write", lambda text: writes.append(text) or original(text))
+    live, _ = call(tool, capsys, *flags)
+    assert live == whole
+    assert len([text for text in writes if text]) > 4
+
+
+def test_the_seed_decides(tool: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = words(run, "--prompt", "The", *SAMPLED)
+    one, same, other = (as_json(tool, capsys, *flags, "--seed", seed)[0]["tokens"] for seed in ("1", "1", "2"))
+    assert one == same != other
+
+
+def test_a_prompt_can_come_from_a_file_in_its_place_among_the_others(
+    tool: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("def f():\n    return\n", encoding="utf-8")
+    flags = words(run, "--prompt=@a", "--prompt-file", str(file), "--prompt=-b", "--max-new-tokens", "1")
+    assert [one["prompt"] for one in as_json(tool, capsys, *flags)] == ["@a", "def f():\n    return", "-b"]
+
+
+def test_what_has_no_effect_is_said(tool: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = call(tool, capsys, *words(run, "--prompt", "a", "--top-k", "5", "--max-new-tokens", "1"))
+    assert "--top-k: no effect at --temperature 0" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "--prompt or --prompt-file is missing"),
+        (("--prompt", "a", "--max-new-tokens", "-1"), "--max-new-tokens -1 must be at least 1"),
+        (("--prompt", "a", "--temperature", "-0.5"), "--temperature -0.5 must be 0"),
+        (("--prompt", "a", "--top-k", "0"), "--top-k 0 must be at least 1"),
+        (("--prompt", "a", "--top-p", "0"), "--top-p 0.0 must be above 0"),
+        (("--prompt", "a", "--bf16", "--fp16"), "--bf16 and --fp16 exclude each other"),
+        (("--prompt", "a", "--promt", "b"), "did you mean --prompt"),
+        (("--prompt-file", "/nowhere/at all"), "/nowhere/at all: No such file"),
+    ],
+)
+def test_bad_flags_are_named(tool: ModuleType, run: Path, flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(FlagError, match=message):
+        tool.main(words(run, *flags))
+
+
+def test_a_missing_checkpoint_is_named(tool: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"--load {tmp_path}"):
+        tool.main(["--load", str(tmp_path), "--prompt", "a"])
+
+
+def test_too_many_tokens_for_learned_positions_are_refused(tool: ModuleType, tmp_path: Path) -> None:
+    save_tiny(tmp_path, max_position_embeddings=16)
+    with pytest.raises(UserError, match=r"16 learned positions.*--max-new-tokens 13 or less"):
+        tool.main(["--load", str(tmp_path), "--threads-per-rank", "1", "--prompt", "1 2 3", "--max-new-tokens", "14"])
