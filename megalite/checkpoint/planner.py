@@ -114,7 +114,7 @@ class GlobalSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The data of a chunk, row-major."""
+        """The data of a chunk, row-major, on its own device."""
         start = write_item.index.offset
         chunk = next(chunk for chunk in self._chunks[write_item.index.fqn] if chunk.start == start)
         return chunk.view.contiguous()

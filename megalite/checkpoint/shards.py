@@ -15,15 +15,15 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -71,15 +71,19 @@ class _NamedFiles(FileSystem):
         try:
             with super().create_stream(path, mode) as stream:
                 yield stream
-        except Exception as error:
+        except (OSError, RuntimeError) as error:  # torch's writer raises either
             raise CheckpointError(f"{path}: {reason(error)}") from error
 
 
 class _ShardWriter(dcp.FileSystemWriter):
-    """DCP's writer, whose own threads would lose their failures; and the index keeps no path of this machine."""
+    """DCP's writer, but for its threads, which lose their failures and keep a copy of all that they have written.
+
+    Nor does the index keep a path of this machine.
+    """
 
     def __init__(self, directory: Path):
-        super().__init__(directory, thread_count=1, per_thread_copy_ahead=0, sync_files=True)
+        super().__init__(directory)
+        self.directory = directory
         self.fs = _NamedFiles()
 
     def storage_meta(self) -> StorageMeta:
@@ -87,18 +91,35 @@ class _ShardWriter(dcp.FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """One file a thread; a rank that has nothing to write makes none."""
-        write = super().write_data
-        name = plan.storage_data.prefix
         shares = [share for share in _share_out(plan.items) if share]
-        plans = [
-            replace(plan, items=share, storage_data=replace(plan.storage_data, prefix=f"{name}{i}_"))
-            for i, share in enumerate(shares)
-        ]
+        names = [f"{plan.storage_data.prefix}{i}.distcp" for i in range(len(shares))]
         with ThreadPoolExecutor(THREADS) as pool:
-            futures = [pool.submit(write, part, planner) for part in plans]
+            files = list(pool.map(partial(self._write_file, planner), names, shares))
         done: Future[list[WriteResult]] = Future()
-        done.set_result([result for future in futures for result in future.result().value()])
+        done.set_result([result for results in files for result in results])
         return done
+
+    def _write_file(self, planner: SavePlanner, name: str, items: list[WriteItem]) -> list[WriteResult]:
+        """The chunks one after the other, each with one copy in memory while it's written."""
+        results = []
+        with self.fs.create_stream(self.directory / name, "wb") as opened:
+            stream = cast(BinaryIO, opened)
+            for item in items:
+                start = stream.tell()
+                data = planner.resolve_data(item)
+                assert isinstance(data, Tensor)
+                torch.save(_compact(data), stream)
+                length = stream.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+            stream.flush()
+            os.fsync(stream.fileno())
+        return results
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU with no more storage behind it than its own: `torch.save` writes all of that."""
+    tensor = tensor.cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _share_out(items: Iterable[WriteItem]) -> list[list[WriteItem]]:

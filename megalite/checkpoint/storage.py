@@ -7,6 +7,7 @@ tracker says which that is; where it can't be trusted, the folders are looked at
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -136,7 +137,8 @@ def temporary(root: Path, iteration: int) -> Path:
 def abandon(root: Path, iteration: int) -> None:
     """Remove an unfinished checkpoint, as far as that is possible."""
     shutil.rmtree(temporary(root, iteration), ignore_errors=True)
-    _draft(root).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        _draft(root).unlink()
 
 
 def documents(config: RunConfig, training_state: dict[str, Any]) -> dict[str, str]:

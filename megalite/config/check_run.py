@@ -22,9 +22,11 @@ TOKENIZER_NEEDS = {
 
 def _needs(config: RunConfig, needed: bool, reason: str, *paths: str) -> Iterator[str]:
     """One line for each of `paths` that was set although what it needs is absent."""
+    if needed:
+        return
     fields = all_fields()
     for path in paths:
-        if not needed and get(config, path) != fields[path].default:
+        if get(config, path) != fields[path].default:
             yield f"{fields[path].show(get(config, path))} needs {reason}"
 
 
@@ -191,8 +193,12 @@ def data_problems(config: RunConfig) -> Iterator[str]:
             parse_split(data.split)
         except ValueError as error:
             yield f"--split: {error}"
-    for path in ("data.data_path", "data.train_data_path", "data.valid_data_path", "data.test_data_path"):
-        yield from _blend_problems(all_fields()[path].option, get(config, path) or [])
+    for flag, words in zip(
+        ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"),
+        (data.data_path, *split_paths),
+        strict=True,
+    ):
+        yield from _blend_problems(flag, words or [])
 
 
 def _blend_problems(flag: str, words: list[str]) -> Iterator[str]:

@@ -38,8 +38,7 @@ def read_config(
     FlagError holds all problems, one a line. `checkpoint_config_loader` serves `--use-checkpoint-args`.
     """
     config, explicit, notes = parse_flags(argv, program, description)
-    if config.model.preset is not None:
-        fill_from_preset(config, explicit)
+    fill_from_preset(config, explicit)
     if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
         notes += _load_and_fill(config, explicit, checkpoint_config_loader)
     used, idle = drop_idle(config, world_size)
@@ -50,10 +49,15 @@ def read_config(
 
 
 def fill_from_preset(config: RunConfig, explicit: Collection[str]) -> None:
-    """Set the network's fields that the preset knows and the command line didn't give. A FlagError: no such preset."""
+    """Set the network's fields that `--preset`, where given, knows and the command line didn't give.
+
+    A FlagError lists the presets where there is no such one.
+    """
+    if config.model.preset is None:
+        return
     given = {path.removeprefix("model.") for path in explicit}
     chose_activation = bool(given & ACTIVATIONS)
-    for name, value in preset_fields(str(config.model.preset)).items():
+    for name, value in preset_fields(config.model.preset).items():
         if name not in given and not (chose_activation and name in ACTIVATIONS):
             setattr(config.model, name, copy.deepcopy(value))
 

@@ -103,12 +103,12 @@ def add_section(parser: FlagParser, section: str, *, only: Iterable[str] | None 
 
 def add_megatron_flags(parser: FlagParser) -> None:
     """Take Megatron-LM's other flags, out of sight of `--help`; `parse_namespace` answers them."""
-    fields = all_fields()
+    fields, group = all_fields(), parser.add_argument_group()
     for name, (path, value) in shorthands().items():
         store: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS, "action": "store_const", "const": value}
-        parser.add_argument(name, help=argparse.SUPPRESS, **(store if value else _how_to_store(fields[path])))
+        group.add_argument(name, help=argparse.SUPPRESS, **(store if value else _how_to_store(fields[path])))
     for flag in [*current_flags(), *earlier_flags()]:
-        parser.add_argument(*flag.names, action=_TakeMegatronFlag, nargs=flag.nargs, flag=flag)
+        group.add_argument(*flag.names, action=_TakeMegatronFlag, nargs=flag.nargs, flag=flag)
 
 
 class _TakeMegatronFlag(argparse.Action):
@@ -231,7 +231,7 @@ def _unknown(parser: FlagParser, words: Sequence[str]) -> Iterable[str]:
 
 def explicit_fields(namespace: argparse.Namespace) -> set[str]:
     """The paths `section.field` that the command line gave."""
-    return {path for path in vars(namespace) if path in all_fields()}
+    return set(vars(namespace)) & set(all_fields())
 
 
 def read_section(namespace: argparse.Namespace, section: str) -> Any:

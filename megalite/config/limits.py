@@ -13,18 +13,22 @@ from megalite.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Bound:
-    """What must hold of a number in each of the fields named (paths with blanks between)."""
+    """What must hold of a number in each of the fields with these paths."""
 
     rule: str
     holds: Callable[[float], bool]
-    paths: str
+    paths: frozenset[str]
+
+
+def _paths(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
 BOUNDS = (
     Bound(
         "must be at least 1",
         lambda value: value >= 1,
-        """
+        _paths("""
         model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.kv_channels
         model.num_query_groups model.max_position_embeddings model.make_vocab_size_divisible_by
         model.rotary_seq_len_interpolation_factor
@@ -40,41 +44,41 @@ BOUNDS = (
         data.seq_length tokenizer.vocab_size
         checkpoint.save_interval checkpoint.save_retain_interval checkpoint.keep_last_checkpoints checkpoint.ckpt_step
         validation.eval_interval logging.log_interval logging.tensorboard_log_interval
-        """,
+        """),
     ),
     Bound(
         "must not be negative",
         lambda value: value >= 0,
-        """
+        _paths("""
         model.init_method_std layout.decoder_first_pipeline_num_layers layout.decoder_last_pipeline_num_layers
         optimizer.weight_decay optimizer.start_weight_decay optimizer.end_weight_decay optimizer.clip_grad
         learning_rate.lr learning_rate.decoupled_lr learning_rate.min_lr learning_rate.decoupled_min_lr
         learning_rate.lr_warmup_iters learning_rate.lr_warmup_samples learning_rate.lr_warmup_init
         precision.fp8_margin data.num_workers
         validation.eval_iters logging.profile_step_start
-        """,
+        """),
     ),
     Bound(
         "must be above 0",
         lambda value: value > 0,
-        """
+        _paths("""
         model.rotary_base model.rope_scaling_factor model.norm_epsilon
         layout.distributed_timeout_minutes training.exit_duration_in_mins
         optimizer.adam_eps
         precision.loss_scale precision.initial_loss_scale precision.min_loss_scale
-        """,
+        """),
     ),
     Bound(
         "must be from 0 to below 1",
         lambda value: 0 <= value < 1,
-        """
+        _paths("""
         model.hidden_dropout model.attention_dropout model.label_smoothing
         optimizer.adam_beta1 optimizer.adam_beta2 optimizer.sgd_momentum learning_rate.lr_warmup_fraction
-        """,
+        """),
     ),
-    Bound("must be from 0 to 1", lambda value: 0 <= value <= 1, "optimizer.optimizer_offload_fraction"),
-    Bound("must be above 0 and at most 1", lambda value: 0 < value <= 1, "model.rotary_percent"),
-    Bound("must be from 0 to 4294967295", lambda value: 0 <= value < 2**32, "training.seed"),
+    Bound("must be from 0 to 1", lambda value: 0 <= value <= 1, _paths("optimizer.optimizer_offload_fraction")),
+    Bound("must be above 0 and at most 1", lambda value: 0 < value <= 1, _paths("model.rotary_percent")),
+    Bound("must be from 0 to 4294967295", lambda value: 0 <= value < 2**32, _paths("training.seed")),
 )
 
 
@@ -97,5 +101,5 @@ def _problems_of_value(field: Field, value: Any) -> Iterator[str]:
         yield f"{shown}: not a finite number"
     elif field.kind in (int, float):
         for bound in BOUNDS:
-            if field.path in bound.paths.split() and not bound.holds(value):
+            if field.path in bound.paths and not bound.holds(value):
                 yield f"{shown}: {bound.rule}"

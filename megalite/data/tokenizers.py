@@ -1,101 +1,46 @@
 """Tokenizers: text to ids and back, one small interface over four libraries.
 
-The key idea: the rest of the package sees only `Tokenizer`; each kind is a thin class whose library is imported when
-it is built, so that a run needs only the one that it uses. Byte-level kinds lose nothing: text survives the round
-trip. Ids of `eod`, `bos` and `pad` are structure, not text, and `detokenize` leaves them out.
+The key idea: each kind is a thin class whose library is imported when it is built, so that a run needs only the one
+that it uses. Byte-level kinds lose nothing: text survives the round trip.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import importlib
+import functools
+import itertools
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
+from megalite.data.tokenizer_base import IncrementalDetokenizer, Tokenizer, first_line, load_library, read_file
 
+__all__ = [
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    "IncrementalDetokenizer",
+    "NullTokenizer",
+    "SentencePieceTokenizer",
+    "TikTokenizer",
+    "Tokenizer",
+    "build_tokenizer",
+    "require_eod",
+]
+
+LONG_TEXT = 1 << 16  # characters that SentencePiece sees at once
 SPACE_MARK = "\u2581"  # what SentencePiece writes for a space inside its pieces
-
-
-class Tokenizer(ABC):
-    """Text to ids and back.
-
-    `vocab_size` is the largest possible id + 1. `eod` ends a document, `bos` begins one, `pad` fills up a batch; each
-    is None where the tokenizer has no such id.
-    """
-
-    vocab_size: int
-    eod: int | None = None
-    bos: int | None = None
-    pad: int | None = None
-
-    @abstractmethod
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, in one thread. Nothing is appended beyond what the tokenizer's own template adds."""
-
-    @abstractmethod
-    def _decode(self, ids: list[int]) -> str:
-        """Text of ids that are all in the vocabulary and none of `eod`, `bos`, `pad`."""
-
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
-        return self.tokenize_batch([text])[0]
-
-    def detokenize(self, ids: Iterable[int]) -> str:
-        """Text of ids, without `eod`, `bos` and `pad`. Broken UTF-8 becomes U+FFFD; an unknown id is a ValueError."""
-        structure = (self.eod, self.bos, self.pad)
-        kept = [int(i) for i in ids if i not in structure]
-        for i in kept:
-            if not 0 <= i < self.vocab_size:
-                raise ValueError(f"id {i} is outside the vocabulary of {self.vocab_size} ids")
-        return self._decode(kept)
-
-
-class IncrementalDetokenizer:
-    """Turns a growing list of ids into text piece by piece: the pieces joined are `detokenize` of the whole list.
-
-    Text is held back while its last character is incomplete (byte-level ids split characters), and every id is decoded
-    together with those before it, since a decoder may treat the first id apart (a leading space).
-    """
-
-    def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = ()) -> None:
-        """`context`: ids that precede (a prompt); their text isn't returned."""
-        self.tokenizer = tokenizer
-        self.ids = list(context)[-16:]
-        self.start = 0
-        # A character that the context leaves incomplete belongs to what follows.
-        self.shown = len(tokenizer.detokenize(self.ids).rstrip("\ufffd"))
-
-    def add(self, token: int) -> str:
-        """Text that this id completes, perhaps empty."""
-        self.ids.append(token)
-        text = self.tokenizer.detokenize(self.ids[self.start :])
-        return "" if text.endswith("\ufffd") else self._show(text)
-
-    def flush(self) -> str:
-        """Text still held back."""
-        return self._show(self.tokenizer.detokenize(self.ids[self.start :]))
-
-    def _show(self, text: str) -> str:
-        new, self.shown = text[self.shown :], len(text)
-        # A short tail is enough context for the next id; it starts after a complete character.
-        if len(self.ids) - self.start > 64 and new:
-            self.start = len(self.ids) - 1
-            self.shown = len(self.tokenizer.detokenize(self.ids[self.start :]))
-        return new
 
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model file (Kudo and Richardson 2018); `eod` is its `</s>`."""
 
     def __init__(self, model: str) -> None:
-        library = _library("sentencepiece")
-        content = _read_file("--tokenizer-model", model)
+        library = load_library("sentencepiece")
+        content = read_file("--tokenizer-model", model)
         self.processor = library.SentencePieceProcessor()
         try:
             if not content:
@@ -103,33 +48,56 @@ class SentencePieceTokenizer(Tokenizer):
             self.processor.LoadFromSerializedProto(content)
             self.vocab_size = int(self.processor.get_piece_size())
         except Exception as error:
-            raise UserError(f"--tokenizer-model {model}: not a SentencePiece model ({_first_line(error)})") from None
+            raise UserError(f"--tokenizer-model {model}: not a SentencePiece model ({first_line(error)})") from None
         self.eod, self.bos, self.pad = (
             i if i >= 0 else None for i in (self.processor.eos_id(), self.processor.bos_id(), self.processor.pad_id())
         )
         self._mark_ids = self._byte_ids_of_mark()
 
     def _byte_ids_of_mark(self) -> list[int] | None:
-        """U+2581 as byte pieces, where the model keeps text exactly but for that character."""
+        """U+2581 as byte pieces, where the model keeps every text exactly but for that character; else None."""
         ids = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         exact = self.processor.decode(self.processor.encode(" a  b ")) == " a  b "
-        return ids if exact and all(self.processor.is_byte(i) for i in ids) else None
+        prefixed = self.processor.encode_as_pieces("a")[0].startswith(SPACE_MARK)
+        return ids if exact and not prefixed and all(map(self.processor.is_byte, ids)) else None
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._mark_ids is None:
+            return self._encode(texts)
+        plain = [SPACE_MARK not in text and len(text) <= LONG_TEXT for text in texts]
+        short = iter(self._encode([text for text, is_plain in zip(texts, plain, strict=True) if is_plain]))
+        return [next(short) if is_plain else self._careful(text) for text, is_plain in zip(texts, plain, strict=True)]
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         batch: list[list[int]] = self.processor.encode(list(texts), out_type=int, num_threads=1)
-        if self._mark_ids is not None:
-            for n, text in enumerate(texts):
-                if SPACE_MARK in text:
-                    batch[n] = self._tokenize_around_mark(text)
         return batch
 
-    def _tokenize_around_mark(self, text: str) -> list[int]:
-        # The library would turn the character U+2581 into a space; as bytes it survives.
+    def _careful(self, text: str) -> list[int]:
+        """Ids of a text that holds U+2581, which the library would turn into a space (as bytes it survives), or that
+        is so long that the library, whose time grows faster than the text, had better see it in parts."""
         ids: list[int] = []
         for n, part in enumerate(text.split(SPACE_MARK)):
             ids += (self._mark_ids or []) if n else []
-            ids += self.processor.encode(part, out_type=int)
+            ids += itertools.chain.from_iterable(self._encode(list(self._parts(part))))
         return ids
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """The text cut where no piece can lie across: between two characters that are neighbours in no piece. Byte
+        fallback leaves no unknown pieces, so the ids of the parts joined are those of the whole."""
+        escaped = text.replace(" ", SPACE_MARK)
+        start = 0
+        while len(text) - start > LONG_TEXT:
+            cut = start + LONG_TEXT
+            while cut < len(text) and escaped[cut - 1 : cut + 1] in self._neighbours:
+                cut += 1
+            yield text[start:cut]
+            start = cut
+        yield text[start:]
+
+    @functools.cached_property
+    def _neighbours(self) -> set[str]:
+        pieces = (self.processor.id_to_piece(i) for i in range(self.vocab_size))
+        return {piece[n : n + 2] for piece in pieces for n in range(len(piece) - 1)}
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.processor.decode(ids))
@@ -161,13 +129,13 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
     """
 
     def __init__(self, path: str) -> None:
-        library = _library("tokenizers")
+        library = load_library("tokenizers")
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-        content = _read_file("--tokenizer-model", str(file))
+        content = read_file("--tokenizer-model", str(file))
         try:
             backend = library.Tokenizer.from_buffer(content)
         except Exception as error:
-            raise UserError(f"--tokenizer-model {file}: not a tokenizer.json ({_first_line(error)})") from None
+            raise UserError(f"--tokenizer-model {file}: not a tokenizer.json ({first_line(error)})") from None
         self._set_backend(backend)
         end = (
             "</s>",
@@ -192,7 +160,7 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
             except KeyError:
                 continue
             except (ValueError, TypeError) as error:
-                raise UserError(f"{file}: not a JSON object ({_first_line(error)})") from None
+                raise UserError(f"{file}: not a JSON object ({first_line(error)})") from None
             name = value.get("content") if isinstance(value, dict) else value
             if name is None:
                 continue
@@ -210,15 +178,15 @@ class GPT2BPETokenizer(_TokenizersLibrary):
     END = "<|endoftext|>"
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
-        library = _library("tokenizers")
+        library = load_library("tokenizers")
         for name, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
-            _read_file(name, path)
+            read_file(name, path)
         try:
             backend = library.Tokenizer(library.models.BPE.from_file(vocab_file, merge_file))
         except Exception as error:
             raise UserError(
                 f"--vocab-file {vocab_file}, --merge-file {merge_file}: not GPT-2's vocabulary and merges "
-                f"({_first_line(error)})"
+                f"({first_line(error)})"
             ) from None
         backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = library.decoders.ByteLevel()
@@ -260,8 +228,8 @@ class TikTokenizer(Tokenizer):
     DEFAULT_VOCAB_SIZE = 131_072
 
     def __init__(self, model: str, pattern: str | None = None, vocab_size: int | None = None) -> None:
-        library = _library("tiktoken")
-        content = _read_file("--tokenizer-model", model)
+        library = load_library("tiktoken")
+        content = read_file("--tokenizer-model", model)
         try:
             if content.lstrip()[:1] == b"[":
                 ranks, special = self._from_json(content, vocab_size)
@@ -283,7 +251,7 @@ class TikTokenizer(Tokenizer):
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"--tokenizer-model {model}: neither Megatron's JSON vocabulary nor a .tiktoken file "
-                f"({_first_line(error)})"
+                f"({first_line(error)})"
             ) from None
         self.vocab_size = int(self.encoding.max_token_value) + 1
 
@@ -310,7 +278,7 @@ class TikTokenizer(Tokenizer):
         try:
             return str(self.encoding.decode(ids))
         except KeyError as error:
-            raise ValueError(f"id {_first_line(error)} is a hole in the vocabulary") from None
+            raise ValueError(f"id {first_line(error)} is a hole in the vocabulary") from None
 
 
 def _tiktoken_ranks(content: bytes) -> dict[bytes, int]:
@@ -404,21 +372,3 @@ def _needed(config: TokenizerConfig, field: str) -> Any:
     if value is None:
         raise FlagError(f"--tokenizer-type {config.tokenizer_type} needs --{field.replace('_', '-')}")
     return value
-
-
-def _library(package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise UserError(f"this tokenizer needs the Python package {package}: pip install {package} ({error})") from None
-
-
-def _read_file(flag: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"{flag} {path}: {error.strerror or error}") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

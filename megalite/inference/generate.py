@@ -40,7 +40,7 @@ def visible_keys(queries: Tensor, pads: Tensor, window: int | None) -> Tensor:
 
 
 class PaddedBatch:
-    """Prompts (lists of ids, none empty) on their way through the model, which may see `capacity` columns in all."""
+    """Prompts (lists of ids, none empty) on their way through the model, with room for `new_tokens` columns more."""
 
     def __init__(self, model: GPTStage, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> None:
         device = model.output_weight.device

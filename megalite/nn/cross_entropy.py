@@ -89,6 +89,6 @@ def vocabulary_parallel_cross_entropy(
     `logits` [..., local columns]: this rank's columns of the logical vocabulary (none of padding), starting at
     `first_column`. `targets` int64 [...]: ids of the whole vocabulary.
     """
-    flat = logits.reshape(-1, logits.shape[-1])
+    flat = logits.reshape(targets.numel(), logits.shape[-1])
     args = (targets.reshape(-1), first_column, vocab_size, label_smoothing, group, wide)
     return cast(Tensor, _CrossEntropy.apply(flat, *args)).view(targets.shape)

@@ -1,4 +1,4 @@
-"""Saves that are killed, in processes forked from one that has torch loaded. Run by test_crash.py as a process of its own.
+"""Saves that are killed, in processes forked from one that has torch loaded. test_crash.py runs it as a process.
 
 Prints one line for each trial that went right; any other end is a failure.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.storage import Retention, find_checkpoint
-from tests.checkpoint.test_storage import names, save, value_of
+from tests.checkpoint.one_tensor import names, save, value_of
 
 DISK_EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.scandir", "shutil.rmtree"}
 

@@ -1,4 +1,4 @@
-"""A small model as data: every kind of cut that a spec knows, with logical values that any layout can be checked against."""
+"""A small model as data: every kind of cut that a spec knows, with logical values to check any layout against."""
 
 from __future__ import annotations
 

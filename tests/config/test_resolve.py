@@ -275,8 +275,8 @@ def test_a_window_is_read_with_or_without_brackets() -> None:
 
 
 def test_every_preset_runs() -> None:
+    config = given()
     for name in PRESETS:
-        config = given()
         config.model = ModelConfig(**preset_fields(name))
         assert check(config, 1) == []
         assert check(resolve(config, 1), 1) == []

@@ -153,6 +153,24 @@ def test_the_first_bad_line_is_told_with_several_workers(tmp_path: Path) -> None
     assert list(tmp_path.glob("o*")) == []
 
 
+def test_bad_lines_of_every_kind_are_told_in_order_whatever_the_number_of_workers(tmp_path: Path) -> None:
+    lines = lines_with(b'{"text": "1"}').split(b"\n")
+    wanted = {}
+    for number, bad in zip(range(500, 600, 10), BAD_LINES.values(), strict=False):
+        lines[number - 1] = bad
+        wanted[number] = bad
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    told: dict[int, list[str]] = {1: [], 4: []}
+    for workers, lines_told in told.items():
+        prefix = str(tmp_path / f"o{workers}")
+        options = PreprocessOptions([f"{tmp_path}/a.jsonl"], prefix, on_error="skip", workers=workers, chunk_bytes=500)
+        summary = preprocess(options, NULL, lines_told.append)
+        assert summary.bad == len(BAD_LINES)
+    assert told[1] == told[4]
+    assert [int(line.split(":")[1]) for line in told[1]] == list(wanted)
+    assert content(tmp_path / "o1") == content(tmp_path / "o4")
+
+
 def test_all_bad_and_skipped_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("x\ny\n" * 30)
     told: list[str] = []

@@ -159,6 +159,19 @@ def test_sentencepiece_ids_are_the_librarys(every: dict[str, Tokenizer], sentenc
     assert every["sentencepiece"].eod == truth.eos_id() == 2
 
 
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_cutting_long_texts_changes_no_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    import sentencepiece
+
+    model = sentencepiece_model(tmp_path, model_type=model_type, vocab_size=365)
+    truth = sentencepiece.SentencePieceProcessor(model_file=model)
+    ours = build("SentencePieceTokenizer", tokenizer_model=model)
+    for long_text in (1, 2, 5, 17):
+        monkeypatch.setattr("megalite.data.tokenizers.LONG_TEXT", long_text)
+        for text in (*SAMPLES, *(odd for odd in ODD if "▁" not in odd), ENGLISH * 9, "word" * 99, "      " * 99):
+            assert ours.tokenize(text) == truth.encode(text)
+
+
 def test_gpt2_ids_are_those_of_transformers(every: dict[str, Tokenizer], bpe_files: tuple[str, str]) -> None:
     from transformers import GPT2TokenizerFast
 

@@ -41,9 +41,9 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float) -> None:
 
 
 def test_top_p_includes_the_token_that_reaches_p_and_not_the_next() -> None:
-    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
-    for top_p, kept in ((0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (1.0, 4)):
-        assert probabilities(logits.double(), GenerationOptions(temperature=1.0, top_p=top_p)).count_nonzero() == kept
+    level = torch.zeros(1, 4)  # a quarter each, without rounding
+    for top_p, kept in ((0.2, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4), (1.0, 4)):
+        assert probabilities(level, GenerationOptions(temperature=1.0, top_p=top_p)).count_nonzero() == kept
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5, 8, 100])

@@ -58,12 +58,13 @@ def test_what_is_shown_joined_is_the_result(tokenizer: SentencePieceTokenizer) -
     assert shown == [result.prompt + result.text for result in results]
 
 
-def test_an_empty_prompt_starts_a_document() -> None:
+def test_an_empty_prompt_starts_a_document_and_others_are_joined_to_what_follows() -> None:
     tokenizer = NullTokenizer(130)
     assert encode_prompts(tokenizer, ["", "5 6", "  "]) == [[130], [5, 6], [130]]
     model = tiny_model(single_process_mesh(), FP32)
-    result = complete(model, tokenizer, [""], GenerationOptions(max_new_tokens=5))[0]
-    assert result.text == " ".join(map(str, result.tokens))
+    for prompt, blank in (("", ""), ("5 6", " ")):
+        (result,) = complete(model, tokenizer, [prompt], GenerationOptions(max_new_tokens=5))
+        assert result.text == blank + " ".join(map(str, result.tokens))
 
 
 def test_an_empty_prompt_starts_from_the_begin_id_where_there_is_no_end() -> None:

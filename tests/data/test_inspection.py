@@ -1,0 +1,51 @@
+"""What is said about token files is what they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.config.errors import FlagError, UserError
+from megalite.data.indexed_dataset import IndexedDatasetBuilder
+from megalite.data.inspection import describe
+from megalite.data.tokenizers import NullTokenizer
+
+
+def write(prefix: Path, documents: list[list[int]]) -> str:
+    with IndexedDatasetBuilder(str(prefix), np.uint16) as builder:
+        for tokens in documents:
+            builder.add_document(tokens)
+    return str(prefix)
+
+
+def test_counts_lengths_and_first_documents_are_shown(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [[1, 2, 3], [], [4] * 6])
+    text = "\n".join(describe(prefix, NullTokenizer(10), 2, 2))
+    assert "a.bin: 18 bytes" in text
+    assert "dtype uint16, 3 sequences, 3 documents, 9 tokens" in text
+    assert "mean 3.0; 0 %: 0" in text
+    assert "50 %: 3" in text
+    assert "100 %: 6; empty: 1" in text
+    assert "document 0, 3 tokens, ids: 1 2\ndocument 0, text: '1 2'" in text
+    assert "document 1, 0 tokens" in text
+    assert "document 2" not in text
+
+
+def test_a_document_of_several_sequences_is_one_document(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(str(tmp_path / "a"), np.uint16) as builder:
+        builder.add_document([1, 2, 3, 4], sequence_lengths=[1, 3])
+        builder.add_document([5])
+    lines = list(describe(str(tmp_path / "a"), None, 9, 9))
+    assert "3 sequences, 2 documents, 5 tokens" in lines[2]
+    assert lines[-2:] == ["document 0, 4 tokens, ids: 1 2 3 4", "document 1, 1 tokens, ids: 5"]
+
+
+def test_no_documents_and_wrong_tokenizers_are_said(tmp_path: Path) -> None:
+    assert "0 documents" in list(describe(write(tmp_path / "none", []), None, 2, 2))[-1]
+    prefix = write(tmp_path / "a", [[50]])
+    with pytest.raises(UserError, match=r"a: id 50 is outside the vocabulary of 11 ids; another tokenizer"):
+        list(describe(prefix, NullTokenizer(10), 1, 1))
+    with pytest.raises(FlagError, match="--tokens 0"):
+        list(describe(prefix, None, 1, 0))

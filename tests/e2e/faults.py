@@ -1,0 +1,143 @@
+"""The program with something going wrong in it: `python tests/e2e/faults.py FAULT FLAGS`.
+
+FAULT is `name:rank:iteration`, e.g. `forward:1:3`: the forward of rank 1's third step raises. The program itself has no
+test mode; a fault replaces one of its functions before main is called.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+class Fault(RuntimeError):
+    """What goes wrong."""
+
+
+def main(fault: str | None) -> None:
+    """Call the program's main with a fault in place, or with none."""
+    if fault is not None:
+        name, rank, iteration = fault.split(":")
+        if int(rank) == int(os.environ.get("RANK", "0")):
+            FAULTS[name](int(iteration))
+    import pretrain_gpt
+
+    pretrain_gpt.main()
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def _at_step(iteration: int, method: str, action: Callable[[Any], None], *, after: bool = False) -> None:
+    """Do `action(executor)` at a call of an executor's method during the step numbered `iteration` (from 1) of this
+    process."""
+    from megalite.training.executor import GPTExecutor
+
+    count = 0
+
+    def counting(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += kwargs.get("dropout_key") is not None  # a step of training, not an evaluation
+            return begin(self, *args, **kwargs)
+
+        return replacement
+
+    def acting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if count == iteration and not after:
+                action(self)
+            result = original(self, *args, **kwargs)
+            if count == iteration and after:
+                action(self)
+            return result
+
+        return replacement
+
+    _replace(GPTExecutor, "begin", counting)
+    _replace(GPTExecutor, method, acting)
+
+
+def _raise(what: str) -> Callable[[Any], None]:
+    def action(_: Any) -> None:
+        raise Fault(f"{what} failed on purpose")
+
+    return action
+
+
+def _forward(iteration: int) -> None:
+    _at_step(iteration, "forward", _raise("forward"))
+
+
+def _kill(iteration: int) -> None:
+    _at_step(iteration, "forward", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _data(iteration: int) -> None:
+    """Reading raises, in a data-loader worker where there are any, once that many microbatches were read."""
+    import megalite.data.loader as loader
+
+    count = 0
+
+    def failing(stack_items: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*args: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == iteration:
+                raise Fault("reading failed on purpose")
+            return stack_items(*args)
+
+        return replacement
+
+    _replace(loader, "stack_items", failing)
+
+
+def _save(iteration: int, error: Exception) -> None:
+    """Writing the shards of the checkpoint of this iteration raises."""
+    import megalite.checkpoint.checkpoint as checkpoint
+
+    def failing(write_shards: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(folder: Any, chunks: Any, *args: Any) -> Any:
+            def broken() -> Any:
+                for number, chunk in enumerate(chunks):
+                    if number == 2 and f"{iteration:07d}" in str(folder):
+                        raise error
+                    yield chunk
+
+            return write_shards(folder, broken(), *args)
+
+        return replacement
+
+    _replace(checkpoint, "write_shards", failing)
+
+
+def _value(value: float, where: str) -> Callable[[int], None]:
+    """The gradient or the loss of this rank isn't finite at one step."""
+
+    def put(executor: Any) -> None:
+        if where == "loss":
+            executor.loss_sum += value
+        else:
+            next(executor.stage.parameters()).main_grad.view(-1)[7] = value
+
+    return lambda iteration: _at_step(iteration, "backward", put, after=True)
+
+
+FAULTS: dict[str, Callable[[int], None]] = {
+    "forward": _forward,
+    "kill": _kill,
+    "data": _data,
+    "save": lambda iteration: _save(iteration, Fault("saving failed on purpose")),
+    "full-disk": lambda iteration: _save(iteration, OSError(28, "No space left on device")),
+    "nan-gradient": _value(float("nan"), "gradient"),
+    "inf-gradient": _value(float("inf"), "gradient"),
+    "nan-loss": _value(float("nan"), "loss"),
+}
+
+
+if __name__ == "__main__":
+    main(sys.argv.pop(1))

@@ -1,0 +1,323 @@
+"""Runs of `pretrain_gpt.py` for the tests: how to start one, and how to read what it left behind.
+
+Key idea: `program` starts the real thing, with torchrun where there are several processes, and costs seconds, most of
+them for importing torch. `run` starts the same main function in fresh processes forked from a server that has imported
+torch, so dozens of runs are affordable. Tests of numbers and files use `run`; tests of launch and failure use `program`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPT = ROOT / "pretrain_gpt.py"
+FAULTY_SCRIPT = ROOT / "tests" / "e2e" / "faults.py"
+MARK = "MEGALITE_TEST_RUN"
+
+_COMMON = (
+    "--mock-data --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1 --eval-iters 0 --log-interval 1 "
+    "--device cpu --threads-per-rank 1 --lr 1e-3 --lr-decay-style constant --train-iters 10 "
+)
+T0 = _COMMON + (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --global-batch-size 8 --clip-grad 1.0 --seed 1234 --vocab-size 130 "
+    "--hidden-dropout 0 --attention-dropout 0 "
+)
+"""A network of 130 ids and EOD, 131 in all: a prime, so padded vocabularies are always exercised."""
+
+MICRO = _COMMON + (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 4 --vocab-size 46 --num-workers 0 "
+)
+"""As small as a network gets, with dropout 0.1."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`codes`: each process's exit code (torchrun's own, where it started them). `seconds`: from start to end."""
+
+    codes: tuple[int, ...]
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def code(self) -> int:
+        """The exit code of a run of which only one is known, or on which all processes agree."""
+        assert len(set(self.codes)) == 1, f"exit codes {self.codes}\n{self}"
+        return self.codes[0]
+
+    def __str__(self) -> str:
+        return f"exit codes {self.codes} after {self.seconds:.1f} s\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+# ------------------------------------------------------------------------------------------------- forked processes
+
+
+def run(flags: str, processes: int = 1, *, fault: str | None = None, timeout: float = 100.0, check: bool = True) -> Outcome:
+    """Run the program in `processes` fresh processes. With `check` they must all exit with 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = _run(shlex.split(flags), processes, fault, timeout, Path(folder))
+    if check:
+        assert outcome.code == 0, str(outcome)
+    return outcome
+
+
+def _run(argv: list[str], size: int, fault: str | None, timeout: float, folder: Path) -> Outcome:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megalite.training.pretrain"])
+    # As torchrun does: the launcher holds the store, on a port that the system chose.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if size > 1 else None
+    environment = {} if store is None else _worker_environment(size, store.port)
+    begin = time.monotonic()
+    method = multiprocessing.get_start_method()
+    workers = []
+    for rank in range(size):
+        ranked = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if store is not None else {}
+        arguments = (argv, ranked, fault, folder / f"{rank}.out", folder / f"{rank}.err", method)
+        workers.append(context.Process(target=_work, args=arguments))
+        workers[-1].start()
+    for worker in workers:
+        worker.join(max(0.0, begin + timeout - time.monotonic()))
+    late = [worker for worker in workers if worker.exitcode is None]
+    for worker in late:
+        worker.kill()
+        worker.join()
+    out, err = ("".join((folder / f"{rank}.{end}").read_text() for rank in range(size)) for end in ("out", "err"))
+    codes = tuple(-1 if worker.exitcode is None else worker.exitcode for worker in workers)
+    outcome = Outcome(codes, out, err, time.monotonic() - begin)
+    assert not late, f"{len(late)} of {size} processes did not end within {timeout:g} s\n{outcome}"
+    return outcome
+
+
+def _worker_environment(size: int, port: int) -> dict[str, str]:
+    return {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _work(
+    argv: list[str], environment: dict[str, str], fault: str | None, out: Path, err: Path, start_method: str
+) -> None:
+    """A forked process's life."""
+    for path, descriptor in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), descriptor)
+    multiprocessing.set_start_method(start_method, force=True)  # what the program finds when started by hand
+    os.environ.update(environment)
+    sys.argv = [SCRIPT.name, *argv]
+    from tests.e2e import faults
+
+    faults.main(fault)
+
+
+# --------------------------------------------------------------------------------------------------- real processes
+
+
+@dataclass
+class Program:
+    """The program started by hand or by torchrun. All its processes carry a mark in their environment."""
+
+    flags: str
+    processes: int = 1
+    fault: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    torchrun: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self.begin = time.monotonic()
+        torchrun = self.processes > 1 if self.torchrun is None else self.torchrun
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.processes)] if torchrun else []
+        script = [str(SCRIPT)] if self.fault is None else [str(FAULTY_SCRIPT), self.fault]
+        self._files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
+        self.process = subprocess.Popen(
+            [sys.executable, *launcher, *script, *shlex.split(self.flags)],
+            stdout=self._files[0],
+            stderr=self._files[1],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: self.mark} | self.environment,
+        )
+
+    def wait(self, timeout: float = 100.0) -> Outcome:
+        """What came of it. A run that takes longer than `timeout` is killed and fails the test."""
+        late = False
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            late = True
+            self.kill()
+        seconds = time.monotonic() - self.begin
+        texts = []
+        for file in self._files:
+            file.seek(0)
+            texts.append(file.read())
+            file.close()
+        outcome = Outcome((self.process.returncode,), texts[0], texts[1], seconds)
+        assert not late, f"not ended within {timeout:g} s\n{outcome}"
+        return outcome
+
+    def members(self) -> list[int]:
+        """Process ids that carry this run's mark: launcher, ranks, data-loader workers."""
+        return list(_marked(self.mark))
+
+    def remaining(self, seconds: float) -> list[int]:
+        """Which processes are still there after up to `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (members := self.members()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return members
+
+    def kill(self) -> None:
+        for pid in self.members():
+            _kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def program(flags: str, processes: int = 1, *, timeout: float = 100.0, check: bool = True, **how: Any) -> Outcome:
+    """Start the real program and wait for its end. With `check` it must exit with 0."""
+    outcome = Program(flags, processes, **how).wait(timeout)
+    if check:
+        assert outcome.code == 0, str(outcome)
+    return outcome
+
+
+def _marked(mark: str) -> Iterator[int]:
+    needle = f"{MARK}={mark}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            found = needle in path.read_bytes().split(b"\0")
+            zombie = (path.parent / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        except (OSError, IndexError):
+            continue  # it ended meanwhile, or is someone else's
+        if found and not zombie:
+            yield int(path.parent.name)
+
+
+def _kill(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def wait_for(condition: Any, seconds: float = 60.0) -> None:
+    """Return once `condition()` is true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s in vain"
+        time.sleep(0.02)
+
+
+# --------------------------------------------------------------------------------------------------- what a run left
+
+
+def records(path: Path, *, exact: bool = False) -> list[dict[str, Any]]:
+    """The lines of a metrics file. `exact`: numbers as they are written."""
+    convert = {"parse_float": str, "parse_int": str} if exact else {}
+    return [json.loads(line, **convert) for line in path.read_text().splitlines()]
+
+
+def steps(path: Path, *, exact: bool = False) -> list[dict[str, Any]]:
+    """The lines of training steps."""
+    return [record for record in records(path, exact=exact) if "split" not in record]
+
+
+def evaluations(path: Path, *, exact: bool = False) -> list[dict[str, Any]]:
+    """The lines of evaluations."""
+    return [record for record in records(path, exact=exact) if "split" in record]
+
+
+def written(path: Path, *names: str) -> list[tuple[str, ...]]:
+    """Iteration and the fields `names` (default: loss and gradient norm) of each step, as written."""
+    chosen = ("iteration", *(names or ("lm_loss", "grad_norm")))
+    return [tuple(step[name] for name in chosen) for step in steps(path, exact=True)]
+
+
+def largest_difference(a: Path, b: Path) -> float:
+    """Largest relative difference of loss and gradient norm between two metrics files of the same steps."""
+    first, second = steps(a), steps(b)
+    assert [step["iteration"] for step in first] == [step["iteration"] for step in second]
+    assert first
+    pairs = [(x[name], y[name]) for x, y in zip(first, second, strict=True) for name in ("lm_loss", "grad_norm")]
+    return max(abs(x - y) / abs(y) for x, y in pairs)
+
+
+def gradients(folder: Path) -> dict[str, Tensor]:
+    """What `--dump-grads` wrote."""
+    return load_file(folder / "grads.safetensors")
+
+
+def gradient_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Largest over the parameters of max|a - b| / max(max|b|, 1e-6 x global norm of b), so that a gradient which is
+    zero in exact arithmetic (a key bias) isn't judged by its noise."""
+    assert a.keys() == b.keys()
+    norm = torch.stack([tensor.double().square().sum() for tensor in b.values()]).sum().sqrt().item()
+    worst = 0.0
+    for name, tensor in b.items():
+        assert a[name].shape == tensor.shape
+        scale = max(tensor.abs().max().item(), 1e-6 * norm)
+        worst = max(worst, (a[name] - tensor).abs().max().item() / scale)
+    return worst
+
+
+def checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of one checkpoint, read by torch.distributed.checkpoint itself."""
+    reader = dcp.FileSystemReader(folder)
+    tensors: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def training_state(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside its tensors."""
+    return json.loads((folder / "training_state.json").read_text())
+
+
+def assert_same_checkpoint(a: Path, b: Path) -> None:
+    """Equal tensors bit by bit, and an equal state."""
+    first, second = checkpoint_tensors(a), checkpoint_tensors(b)
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different, f"{len(different)} of {len(first)} tensors differ, e.g. {different[:5]}"
+    assert training_state(a) == training_state(b)
+
+
+def newest(root: Path) -> int:
+    """The iteration that the tracker names."""
+    return int((root / "latest_checkpointed_iteration.txt").read_text())
+
+
+def checkpoint(root: Path, iteration: int) -> Path:
+    """The folder of one checkpoint."""
+    return root / f"iter_{iteration:07d}"

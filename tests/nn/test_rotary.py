@@ -1,0 +1,116 @@
+"""Rotary positions as multiplication of complex numbers, and transformers' scaling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config.schema import ModelConfig
+from megalite.nn.rotary import inverse_frequencies, rotary_table, rotary_width, rotate
+from tests.helpers import tiny_config
+
+DOUBLE = torch.float64
+CPU = torch.device("cpu")
+
+
+def rope_config(width: int = 16, **overrides: Any) -> ModelConfig:
+    return tiny_config(kv_channels=width, position_embedding_type="rope", **overrides)
+
+
+def turned(x: Tensor, positions: Tensor, base: float, width: int, *, interleaved: bool, stretch: float = 1) -> Tensor:
+    """The first `width` channels of `x` [s, b, heads, d] as complex numbers, turned by position · base^(-2j/width)."""
+    result = x.clone()
+    half = width // 2
+    for j in range(half):
+        pair = (2 * j, 2 * j + 1) if interleaved else (j, j + half)
+        angle = positions.t().to(DOUBLE)[:, :, None] / stretch * base ** (-2 * j / width)
+        z = torch.complex(x[..., pair[0]], x[..., pair[1]]) * torch.polar(torch.ones_like(angle), angle)
+        result[..., pair[0]], result[..., pair[1]] = z.real, z.imag
+    return result
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25, 0.45])
+@pytest.mark.parametrize("base", [10000, 5e5])
+def test_rotation_is_multiplication_by_a_unit_complex_number(interleaved: bool, share: float, base: float) -> None:
+    config = rope_config(rotary_percent=share, rotary_base=base)
+    width = {1.0: 16, 0.5: 8, 0.25: 4, 0.45: 6}[share]
+    assert rotary_width(config) == width
+    positions = torch.stack((torch.arange(20), torch.arange(20) % 7 + 100))
+    x = torch.randn(20, 2, 3, 16, dtype=DOUBLE)
+    ours = rotate(x, rotary_table(config, positions, DOUBLE), interleaved=interleaved)
+    assert torch.allclose(ours, turned(x, positions, base, width, interleaved=interleaved), atol=1e-12)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_products_of_queries_and_keys_depend_on_their_distance_alone(interleaved: bool) -> None:
+    config = rope_config()
+    q, k = torch.randn(2, 1, 1, 1, 16, dtype=DOUBLE)
+
+    def product(query_position: int, key_position: int) -> Tensor:
+        tables = [rotary_table(config, torch.tensor([[p]]), DOUBLE) for p in (query_position, key_position)]
+        turned_q, turned_k = (rotate(x, t, interleaved=interleaved) for x, t in zip((q, k), tables, strict=True))
+        return (turned_q * turned_k).sum()
+
+    assert torch.allclose(product(7, 3), product(1007, 1003), atol=1e-10)
+    assert torch.allclose(product(0, 0), (q * k).sum(), atol=1e-12)
+
+
+def test_linear_interpolation_divides_positions() -> None:
+    config = rope_config(rotary_seq_len_interpolation_factor=4)
+    positions, x = torch.arange(20)[None], torch.randn(20, 1, 3, 16, dtype=DOUBLE)
+    ours = rotate(x, rotary_table(config, positions, DOUBLE), interleaved=False)
+    assert torch.allclose(ours, turned(x, positions, 10000, 16, interleaved=False, stretch=4), atol=1e-12)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0, 2.5])
+@pytest.mark.parametrize(("width", "base"), [(64, 5e5), (128, 5e5), (64, 10000.0), (32, 1e6)])
+def test_llama3_scaling_equals_transformers(factor: float, width: int, base: float) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theirs = LlamaConfig(
+        head_dim=width,
+        hidden_size=width * 4,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": base,
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    )
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](theirs, CPU)
+    config = rope_config(width, rotary_base=base, use_rope_scaling=True, rope_scaling_factor=factor)
+    assert attention_factor == 1.0
+    assert torch.allclose(inverse_frequencies(config, torch.float32, CPU), expected, rtol=1e-6, atol=0)
+    unscaled = inverse_frequencies(rope_config(width, rotary_base=base), torch.float32, CPU)
+    assert not torch.allclose(expected, unscaled)
+
+
+def test_at_position_4000_the_fp32_table_is_exact_enough_and_a_bf16_one_would_not_be() -> None:
+    config = rope_config(64)
+    positions = torch.arange(4000, 4100)[None]
+    exact = rotary_table(config, positions, DOUBLE)
+    for ours, truth in zip(rotary_table(config, positions, torch.float32), exact, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours.double() - truth).abs().max() < 1e-3
+    half = rotary_table(config, positions, torch.bfloat16)
+    assert (half[0].double() - exact[0]).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_half_precision_heads_are_turned_in_fp32_and_rounded_once(interleaved: bool) -> None:
+    config = rope_config(64)
+    positions = torch.arange(4000, 4100)[None]
+    x = torch.randn(100, 1, 2, 64).bfloat16()
+    ours = rotate(x, rotary_table(config, positions, torch.float32), interleaved=interleaved)
+    assert ours.dtype == torch.bfloat16
+    wide = rotate(x.to(torch.float32), rotary_table(config, positions, torch.float32), interleaved=interleaved)
+    assert torch.equal(ours, wide.bfloat16())
