@@ -48,7 +48,11 @@ def main() -> int:
         preprocess(split)
     data = [f"--{split}-data-path={RUN}/{split}_text_document" for split in ("train", "valid")]
     (ROOT / RUN / "metrics.jsonl").unlink(missing_ok=True)
-    outputs = [f"--save={RUN}/checkpoint", f"--tensorboard-dir={RUN}/tensorboard", f"--metrics-file={RUN}/metrics.jsonl"]
+    outputs = [
+        f"--save={RUN}/checkpoint",
+        f"--tensorboard-dir={RUN}/tensorboard",
+        f"--metrics-file={RUN}/metrics.jsonl",
+    ]
     launch = ["torchrun", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py", "@examples/quickstart.args"]
     run("train on two data-parallel processes", *launch, *data, *TOKENIZER, *outputs)
     files = ["--train", f"{RUN}/train_text_document", "--valid", f"{RUN}/valid_text_document"]

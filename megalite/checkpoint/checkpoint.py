@@ -163,5 +163,8 @@ def _hint(path: Path, sizes: set[int]) -> str:
     values = {name: fields[name] for name in _NETWORK if fields[name] is not None}
     flags = {name: f"--{name.replace('_', '-')} {value}" for name, value in values.items()}
     likely = [flags[name] for name, value in values.items() if value in sizes]
-    text = f"\nLikely cause: the checkpoint has {', '.join(likely)}." if likely else ""
+    text = ""
+    if sizes:
+        cause = f"the checkpoint has {', '.join(likely)}" if likely else "another tokenizer or --vocab-size"
+        text = f"\nLikely cause: {cause}."
     return f"{text}\nIt was written with {' '.join(flags.values())}; --use-checkpoint-args takes over its network."

@@ -235,12 +235,10 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
 
 
 def checkpoint_problems(config: RunConfig) -> Iterator[str]:
-    """Saving needs a folder and an interval, loading a folder."""
+    """Saving needs a folder, loading too."""
     checkpoint = config.checkpoint
     saves = ("save_interval", "save_retain_interval", "keep_last_checkpoints", "async_save")
     yield from _needs(config, checkpoint.save is not None, "--save", *(f"checkpoint.{name}" for name in saves))
-    if checkpoint.save is not None and checkpoint.save_interval is None:
-        yield f"--save {checkpoint.save} needs --save-interval"
     interval, retain = checkpoint.save_interval, checkpoint.save_retain_interval
     if interval is not None and retain is not None and retain % interval:
         yield f"--save-retain-interval {retain} is not a multiple of --save-interval {interval}"

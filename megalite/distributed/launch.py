@@ -93,7 +93,9 @@ def _join(backend: str, environment: Environment, timeout: timedelta) -> None:
     except Exception as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "EADDRINUSE" in text or "address already in use" in text.lower():
-            raise UserError(f"{address}: the port is taken; set another MASTER_PORT, or use torchrun --standalone") from None
+            raise UserError(
+                f"{address}: the port is taken; set another MASTER_PORT, or use torchrun --standalone"
+            ) from None
         raise UserError(
             f"expected WORLD_SIZE={world} processes at {address}, but not all came within {RENDEZVOUS_SECONDS} s ({text}); "
             "start as many processes as WORLD_SIZE says, or use torchrun"

@@ -44,7 +44,15 @@ def visibility(info: SequenceInfo, queries: int, window: int | None) -> Tensor |
 
 
 def unfused_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, wide: torch.dtype, drop: float, keys: Tensor | None, head: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    *,
+    wide: torch.dtype,
+    drop: float,
+    keys: Tensor | None,
+    head: int,
 ) -> Tensor:
     """Plain attention on [b, heads, s, d] queries and [b, groups, keys, d] keys and values: [b, heads, s, d].
 
@@ -98,8 +106,7 @@ class CoreAttention:
             keys = None
             if info.dropout_keys is not None and self.drop:
                 keys = random.fold(info.dropout_keys, self.layer, "attention")
-            args = {"wide": self.wide, "drop": self.drop, "keys": keys, "head": self.first_head}
-            out = unfused_attention(q, k, v, visible, **args)
+            out = unfused_attention(q, k, v, visible, wide=self.wide, drop=self.drop, keys=keys, head=self.first_head)
         else:
             out = self._sdpa(q, k, v, visible, training=info.dropout_keys is not None)
         return out.permute(2, 0, 1, 3).flatten(2)

@@ -57,7 +57,9 @@ def _cuda_backend(asked: str, *, half: bool, masked: bool, drops: bool) -> Atten
         if half and not drops and asked in ("auto", "flash"):
             return AttentionBackend("varlen", (), "document masks and windows need the variable-length flash kernel")
         if asked == "auto":
-            return AttentionBackend("unfused", (), "the variable-length kernel needs bf16 or fp16 and no attention dropout")
+            return AttentionBackend(
+                "unfused", (), "the variable-length kernel needs bf16 or fp16 and no attention dropout"
+            )
         raise ValueError(
             f"--attention-backend {asked} on CUDA can't do --reset-attention-mask or --window-size here: "
             "flash does with --bf16 or --fp16 and --attention-dropout 0; unfused always does"

@@ -25,7 +25,14 @@ def _row_chunks(logits: Tensor) -> range:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, first: int, total: int, smoothing: float, group: Group, wide: torch.dtype
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        first: int,
+        total: int,
+        smoothing: float,
+        group: Group,
+        wide: torch.dtype,
     ) -> Tensor:
         rows, columns = logits.shape
         step = _row_chunks(logits).step

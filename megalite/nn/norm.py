@@ -26,7 +26,9 @@ class Norm(ShardedModule):
         self.plus_one = build.config.apply_layernorm_1p
         boxes = replicated((width,), build.place(), partial=partial)
         init = ZEROS if self.plus_one else ONES
-        self.weight = self.add_parameter("weight", ParamSpec((width,), (width,), boxes, init, weight_decay=False), build)
+        self.weight = self.add_parameter(
+            "weight", ParamSpec((width,), (width,), boxes, init, weight_decay=False), build
+        )
         spec = ParamSpec((width,), (width,), boxes, ZEROS, weight_decay=False)
         self.bias = None if self.is_rms else self.add_parameter("bias", spec, build)
 

@@ -18,7 +18,7 @@ from megalite.config.schema import OptimizerConfig
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import ParamSpec
-from megalite.optimizer.buffers import FlatBuffer, build_buffers
+from megalite.optimizer.buffers import build_buffers
 from megalite.optimizer.gradient_norm import combine, global_names, squares_by_name
 from megalite.precision.policy import Precision
 

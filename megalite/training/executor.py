@@ -46,7 +46,12 @@ class GPTExecutor:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def begin(
-        self, microbatches: list[Microbatch], *, loss_scale: float = 1.0, tokens: int = 1, dropout_key: Tensor | None = None
+        self,
+        microbatches: list[Microbatch],
+        *,
+        loss_scale: float = 1.0,
+        tokens: int = 1,
+        dropout_key: Tensor | None = None,
     ) -> None:
         """Set the microbatches of a step. `tokens`: unmasked ones of the global batch. Without a `dropout_key` it is
         an evaluation. `loss_sum` starts from zero."""

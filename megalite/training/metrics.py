@@ -89,7 +89,11 @@ class LogLines:
         ]
         if self.config.logging.log_throughput:
             mean = sum(r.tflops_per_device for r in self.records) / count
-            parts.append(f"throughput per GPU (TFLOP/s/GPU): {mean:.1f}" if mean >= 1 else f"throughput per GPU (TFLOP/s/GPU): {mean:.4f}")
+            parts.append(
+                f"throughput per GPU (TFLOP/s/GPU): {mean:.1f}"
+                if mean >= 1
+                else f"throughput per GPU (TFLOP/s/GPU): {mean:.4f}"
+            )
         parts += [f"learning rate: {last.learning_rate:.6E}", f"global batch size: {last.global_batch_size:5d}"]
         if losses:
             parts.append(f"lm loss: {sum(losses) / len(losses):.6E}")

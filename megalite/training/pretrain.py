@@ -82,7 +82,9 @@ def prepare(argv: Sequence[str], environment: Environment, *, program: str, desc
         tokenizer = build_tokenizer(config.tokenizer)
         eod = tokenizer.eod
         if eod is None:
-            raise FlagError(f"--tokenizer-type {config.tokenizer.tokenizer_type}: the tokenizer has no end of document token")
+            raise FlagError(
+                f"--tokenizer-type {config.tokenizer.tokenizer_type}: the tokenizer has no end of document token"
+            )
     except ValueError as error:
         raise FlagError(str(error)) from error
     if config.training.deterministic_mode:
@@ -157,7 +159,9 @@ class _Run:
         model = self.config.model
         assert model.num_layers is not None
         build = Build(model, self.mesh, self.precision)
-        stage = GPTStage(build, self.prepared.tokenizer.vocab_size, whole_model(model.num_layers), self.prepared.backend)
+        stage = GPTStage(
+            build, self.prepared.tokenizer.vocab_size, whole_model(model.num_layers), self.prepared.backend
+        )
         initialize(stage, self.config.training.seed)
         return stage
 

@@ -84,11 +84,15 @@ def load(
     with_optimizer = config.checkpoint.load_optim and not weights_only
     stored = set(describe(directory))
     if with_optimizer and not any(key.startswith("optimizer.") for key in stored):
-        raise UserError(f"{directory.path} holds no optimizer state: load its weights alone with --no-load-optim or --finetune")
+        raise UserError(
+            f"{directory.path} holds no optimizer state: load its weights alone with --no-load-optim or --finetune"
+        )
     half = optimizer.precision.needs_main_parameters
     wanted = entries(stage, optimizer if with_optimizer else None)
     load_checkpoint(
-        directory, mesh=mesh, tensors=((source_key(key, stored, half=half), tensor, spec) for key, tensor, spec in wanted)
+        directory,
+        mesh=mesh,
+        tensors=((source_key(key, stored, half=half), tensor, spec) for key, tensor, spec in wanted),
     )
     if not with_optimizer:
         optimizer.refresh_main()

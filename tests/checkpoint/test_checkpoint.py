@@ -248,6 +248,14 @@ def test_another_shape_is_refused_with_both_shapes_and_the_likely_flag(saved: Pa
         load_checkpoint(saved, mesh=ONE, tensors=[*tensors, wrong])
 
 
+def test_another_vocabulary_is_named_as_the_likely_cause(saved: Path) -> None:
+    tensors = [item for item in logical.empty(Layout(), 0) if item[0] != "model.embedding.weight"]
+    wrong = entry("model.embedding.weight", torch.zeros(140, logical.HIDDEN))
+    message = r"\(131, 6\) in the checkpoint, \(140, 6\) here(.|\n)*cause: another tokenizer or --vocab-size"
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(saved, mesh=ONE, tensors=[*tensors, wrong])
+
+
 def test_long_lists_of_keys_are_cut_short(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="and 10 more"):
         load_checkpoint(saved, mesh=ONE, tensors=logical.empty(Layout(), 0)[:0])

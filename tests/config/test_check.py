@@ -278,7 +278,6 @@ BAD = [
     ("--tokenizer-type GPT2BPETokenizer --vocab-file v", 1, "--tokenizer-type GPT2BPETokenizer needs --merge-file"),
     ("--tokenizer-type TikTokenizer", 1, "--tokenizer-type TikTokenizer needs --tokenizer-model"),
     # checkpoints
-    ("--save folder", 1, "--save folder needs --save-interval"),
     ("--save-interval 2", 1, "--save-interval 2 needs --save"),
     ("--keep-last-checkpoints 2", 1, "--keep-last-checkpoints 2 needs --save"),
     ("--save folder --save-interval 2 --save-retain-interval 3", 1, "--save-retain-interval 3 is not a multiple of"),

@@ -6,6 +6,7 @@ test mode; a fault replaces one of its functions before main is called.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -96,23 +97,38 @@ def _data(iteration: int) -> None:
     _replace(loader, "stack_items", failing)
 
 
-def _save(iteration: int, error: Exception) -> None:
-    """Writing the shards of the checkpoint of this iteration raises."""
+def _save(iteration: int) -> None:
+    """Collecting the tensors for the checkpoint of this iteration raises, on this rank alone."""
     import megalite.checkpoint.checkpoint as checkpoint
 
-    def failing(write_shards: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(folder: Any, chunks: Any, *args: Any) -> Any:
-            def broken() -> Any:
-                for number, chunk in enumerate(chunks):
-                    if number == 2 and f"{iteration:07d}" in str(folder):
-                        raise error
-                    yield chunk
+    count = 0
 
-            return write_shards(folder, broken(), *args)
+    def failing(owned_chunks: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*args: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == iteration:
+                raise Fault("saving failed on purpose")
+            return owned_chunks(*args)
 
         return replacement
 
-    _replace(checkpoint, "write_shards", failing)
+    _replace(checkpoint, "owned_chunks", failing)
+
+
+def _full_disk(iteration: int) -> None:
+    """This rank can't open its file of the checkpoint of this iteration."""
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    def failing(create_stream: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(self: Any, path: Any, mode: str) -> Any:
+            if f"{iteration:07d}" in str(path) and "w" in mode:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return create_stream(self, path, mode)
+
+        return replacement
+
+    _replace(FileSystem, "create_stream", failing)
 
 
 def _value(value: float, where: str) -> Callable[[int], None]:
@@ -131,8 +147,8 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "forward": _forward,
     "kill": _kill,
     "data": _data,
-    "save": lambda iteration: _save(iteration, Fault("saving failed on purpose")),
-    "full-disk": lambda iteration: _save(iteration, OSError(28, "No space left on device")),
+    "save": _save,
+    "full-disk": _full_disk,
     "nan-gradient": _value(float("nan"), "gradient"),
     "inf-gradient": _value(float("inf"), "gradient"),
     "nan-loss": _value(float("nan"), "loss"),

@@ -34,8 +34,9 @@ SCRIPT = ROOT / "pretrain_gpt.py"
 FAULTY_SCRIPT = ROOT / "tests" / "e2e" / "faults.py"
 MARK = "MEGALITE_TEST_RUN"
 
-_COMMON = (
-    "--mock-data --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1 --eval-iters 0 --log-interval 1 "
+MOCK = "--mock-data "
+_COMMON = MOCK + (
+    "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1 --eval-iters 0 --log-interval 1 "
     "--device cpu --threads-per-rank 1 --lr 1e-3 --lr-decay-style constant --train-iters 10 "
 )
 T0 = _COMMON + (
@@ -74,7 +75,9 @@ class Outcome:
 # ------------------------------------------------------------------------------------------------- forked processes
 
 
-def run(flags: str, processes: int = 1, *, fault: str | None = None, timeout: float = 100.0, check: bool = True) -> Outcome:
+def run(
+    flags: str, processes: int = 1, *, fault: str | None = None, timeout: float = 100.0, check: bool = True
+) -> Outcome:
     """Run the program in `processes` fresh processes. With `check` they must all exit with 0."""
     with tempfile.TemporaryDirectory() as folder:
         outcome = _run(shlex.split(flags), processes, fault, timeout, Path(folder))

@@ -1,0 +1,100 @@
+"""One process is the truth: data-parallel runs compute what one process computes, to 1e-10 in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.config.entry import read_config
+from megalite.data.gpt_dataset import build_datasets
+from tests.data.token_files import EOD, VOCABULARY, random_documents, write_tokens
+from tests.e2e.runs import MOCK, T0, gradient_difference, gradients, largest_difference, program, run, steps
+
+TOLERANCE = 1e-10
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --attention-backend unfused "
+DOCUMENTS = "--eod-mask-loss --reset-position-ids --reset-attention-mask "
+LLAMA = (
+    "--normalization RMSNorm --position-embedding-type rope --swiglu --group-query-attention --num-query-groups 2 "
+    "--untie-embeddings-and-output-weights --disable-bias-linear "
+)
+
+
+def outputs(folder: Path) -> str:
+    return f"--metrics-file {folder}/metrics.jsonl --dump-grads {folder} "
+
+
+def assert_equal(folder: Path, reference: Path, tolerance: float = TOLERANCE) -> None:
+    """Every step's loss and gradient norm, and all gradients of the first step."""
+    assert len(steps(folder / "metrics.jsonl")) == 10
+    assert largest_difference(folder / "metrics.jsonl", reference / "metrics.jsonl") <= tolerance
+    assert gradient_difference(gradients(folder), gradients(reference)) <= tolerance
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, started by hand."""
+    folder = tmp_path_factory.mktemp("reference")
+    program(f"{T0} --fp64 {outputs(folder)}")
+    return folder
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_torchrun_computes_what_one_process_computes(processes: int, reference: Path, tmp_path: Path) -> None:
+    program(f"{T0} --fp64 {outputs(tmp_path)}", processes)
+    assert_equal(tmp_path, reference)
+
+
+def test_the_micro_batch_size_does_not_matter(reference: Path, tmp_path: Path) -> None:
+    for size in (1, 8):
+        folder = tmp_path / str(size)
+        run(f"{T0} --fp64 {outputs(folder)} --micro-batch-size {size}")
+        assert_equal(folder, reference)
+
+
+def test_a_wrong_batch_size_or_seed_would_be_noticed(reference: Path, tmp_path: Path) -> None:
+    """The comparison is not blind: the loss of ten steps depends on every sample."""
+    run(f"{T0} --fp64 {outputs(tmp_path)} --seed 1235")
+    assert largest_difference(tmp_path / "metrics.jsonl", reference / "metrics.jsonl") > 1e-3
+    assert gradient_difference(gradients(tmp_path), gradients(reference)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(DROPOUT, id="dropout"),
+        pytest.param(DROPOUT + DOCUMENTS + LLAMA, id="llama"),
+        pytest.param("--optimizer sgd --clip-grad 0.5 --label-smoothing 0.1 --decoupled-lr 1e-2 ", id="sgd"),
+    ],
+)
+def test_two_ranks_compute_what_one_process_computes(flags: str, tmp_path: Path) -> None:
+    for size in (1, 2):
+        run(f"{T0} {flags} --fp64 {outputs(tmp_path / str(size))} --num-workers 0", size)
+    assert_equal(tmp_path / "2", tmp_path / "1")
+
+
+def test_ranks_with_unequal_token_counts_compute_what_one_process_computes(tmp_path: Path) -> None:
+    """The loss is the mean over the tokens of the global batch, not the mean of the ranks' means."""
+    prefix = write_tokens(tmp_path / "short", random_documents(300, low=0, high=40))
+    flags = T0.replace(MOCK, f"--data-path {prefix} --split 100,0,0 ") + DOCUMENTS
+    for size in (1, 2, 4):
+        run(f"{flags} --fp64 {outputs(tmp_path / str(size))} --num-workers 0", size)
+    for size in (2, 4):
+        assert _every_step_has_unequal_token_counts(flags, size)
+        assert_equal(tmp_path / str(size), tmp_path / "1")
+
+
+def _every_step_has_unequal_token_counts(flags: str, ranks: int) -> bool:
+    config, _ = read_config(flags.split(), "test", "test", ranks)
+    train = build_datasets(config, EOD, VOCABULARY, (80, 0, 0)).train
+    assert train is not None
+    counts = np.array([train[index]["loss_mask"].sum() for index in range(80)])
+    shares = counts.reshape(10, -1, ranks, 2).sum(axis=(1, 3))  # step, microbatch, rank, sample
+    return bool((shares.max(axis=1) > 1.02 * shares.min(axis=1)).all())
+
+
+def test_float32_agrees_to_its_own_precision(tmp_path: Path) -> None:
+    for size in (1, 2):
+        run(f"{T0} {outputs(tmp_path / str(size))} --num-workers 0", size)
+    assert_equal(tmp_path / "2", tmp_path / "1", 2e-5)

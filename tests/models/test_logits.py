@@ -1,0 +1,148 @@
+"""Logits against transformers with the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalite.distributed.mesh import single_process_mesh
+from megalite.models.gpt import GPTStage, plain_info
+from megalite.precision.policy import Precision
+from tests.helpers import FP32, FP64, LLAMA, tiny_model, tiny_tokens
+from tests.models import hf_models
+
+TOKENS = tiny_tokens(2, 48)[:, :-1]
+# What one process computes in fp32 differs from transformers by rounding; the logits are of order 1.
+TOLERANCE = {"fp32": 2e-5, "fp64": 1e-10}
+
+
+def our_logits(model: GPTStage, tokens: Tensor = TOKENS) -> Tensor:
+    with torch.no_grad():
+        return model.logits(model(tokens, plain_info(tokens))).transpose(0, 1)
+
+
+def their_logits(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def compare(ours: GPTStage, theirs: nn.Module, precision: Precision) -> None:
+    a, b = our_logits(ours), their_logits(theirs)
+    assert a.shape == b.shape
+    assert b.std() > 0.3
+    assert (a - b).abs().max() < TOLERANCE[precision.name]
+
+
+GPT2 = {"openai_gelu": True}
+
+
+@pytest.mark.parametrize("precision", [FP32, FP64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("backend", ["auto", "unfused"])
+@pytest.mark.parametrize("divisor", [1, 128])
+def test_gpt2(precision: Precision, backend: str, divisor: int) -> None:
+    theirs = hf_models.gpt2().to(precision.compute)
+    overrides = {**GPT2, "attention_backend": backend, "make_vocab_size_divisible_by": divisor}
+    ours = tiny_model(single_process_mesh(), precision, **overrides)
+    hf_models.fill(ours, hf_models.gpt2_values(theirs))
+    compare(ours, theirs, precision)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fields"),
+    [
+        ({"openai_gelu": False}, {"activation_function": "gelu"}),
+        ({"norm_epsilon": 0.1}, {"layer_norm_epsilon": 0.1}),
+    ],
+    ids=["exact gelu", "epsilon"],
+)
+def test_gpt2_variants(overrides: dict[str, Any], fields: dict[str, Any]) -> None:
+    theirs = hf_models.gpt2(**fields).double()
+    ours = tiny_model(single_process_mesh(), FP64, **{**GPT2, **overrides})
+    hf_models.fill(ours, hf_models.gpt2_values(theirs))
+    compare(ours, theirs, FP64)
+
+
+def test_without_position_embeddings_it_is_gpt2_with_a_table_of_zeros() -> None:
+    theirs = hf_models.gpt2().double()
+    with torch.no_grad():
+        theirs.transformer.wpe.weight.zero_()
+    ours = tiny_model(single_process_mesh(), FP64, position_embedding_type="none", **GPT2)
+    values = hf_models.gpt2_values(theirs)
+    del values["embedding.position_embeddings.weight"]
+    hf_models.fill(ours, values)
+    compare(ours, theirs, FP64)
+
+
+def test_layernorm_1p_stores_the_weight_minus_one() -> None:
+    theirs = hf_models.gpt2().double()
+    ours = tiny_model(single_process_mesh(), FP64, apply_layernorm_1p=True, **GPT2)
+    values = hf_models.gpt2_values(theirs)
+    values = {k: v - 1 if "layernorm.weight" in k else v for k, v in values.items()}
+    hf_models.fill(ours, values)
+    compare(ours, theirs, FP64)
+
+
+def rope(**fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **fields}}
+
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+TIED = {"untie_embeddings_and_output_weights": False}
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "every head its own key": ("Llama", {"num_query_groups": 4}, {}),
+    "grouped queries": ("Llama", {}, {"num_key_value_heads": 2}),
+    "one key for all": ("Llama", {"num_query_groups": 1}, {"num_key_value_heads": 1}),
+    "tied": ("Llama", TIED, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "epsilon": ("Llama", {"norm_epsilon": 0.1}, {"num_key_value_heads": 2, "rms_norm_eps": 0.1}),
+    "theta": ("Llama", {"rotary_base": 5e5}, {"num_key_value_heads": 2, **rope(rope_theta=5e5)}),
+    "wide heads": ("Llama", {"kv_channels": 16}, {"num_key_value_heads": 2, "head_dim": 16}),
+    "llama 3 scaling": (
+        "Llama",
+        {"use_rope_scaling": True, "rotary_base": 1e5, "kv_channels": 16},
+        {"num_key_value_heads": 2, "head_dim": 16, **rope(**LLAMA3_SCALING, rope_theta=1e5)},
+    ),
+    "linear scaling": (
+        "Llama",
+        {"rotary_seq_len_interpolation_factor": 4},
+        {"num_key_value_heads": 2, **rope(rope_type="linear", factor=4.0)},
+    ),
+    # transformers counts the token itself into its window, Megatron-LM does not.
+    "sliding window": ("Mistral", {"window_size": "4,0"}, {"num_key_value_heads": 2, "sliding_window": 5}),
+    "biases of queries, keys and values": ("Qwen2", {"add_qkv_bias": True}, {"num_key_value_heads": 2}),
+    "norm of queries and keys": (
+        "Qwen3",
+        {"qk_layernorm": True, "kv_channels": 16},
+        {"num_key_value_heads": 2, "head_dim": 16},
+    ),
+    "half of each head turned, in neighbouring pairs": (
+        "Glm",
+        {"rotary_interleaved": True, "rotary_percent": 0.5, "add_qkv_bias": True, "kv_channels": 8},
+        {"num_key_value_heads": 2, "head_dim": 8},
+    ),
+}
+SAME_EPSILON = {"rms_norm_eps": 1e-5}
+
+
+@pytest.mark.parametrize("precision", [FP32, FP64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_llama_family(case: str, precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, overrides, fields = CASES[case]
+    if precision is FP64 and case == "llama 3 scaling":
+        pytest.skip("transformers computes these frequencies in fp32")
+    theirs = hf_models.llama_like(kind, **{**SAME_EPSILON, **fields})
+    if precision is FP64:
+        theirs = hf_models.in_float64(theirs, monkeypatch)
+    ours = tiny_model(single_process_mesh(), precision, **{**LLAMA, **overrides})
+    groups = {**LLAMA, **overrides}["num_query_groups"]
+    hf_models.fill(ours, hf_models.llama_values(theirs, groups))
+    compare(ours, theirs, precision)
