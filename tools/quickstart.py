@@ -30,11 +30,6 @@ def run(title: str, *command: str, capture: bool = False) -> str:
     return done.stdout or ""
 
 
-def preprocess(split: str) -> None:
-    paths = ["--input", f"{RUN}/corpus/{split}.jsonl", "--output-prefix", f"{RUN}/{split}"]
-    run(f"tokenize the {split} text", "python", "tools/preprocess_data.py", *paths, *TOKENIZER, "--append-eod")
-
-
 def main() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print("usage: quickstart.py\n\n" + (__doc__ or ""))
@@ -45,7 +40,8 @@ def main() -> int:
     prefix = ["--output-prefix", f"{RUN}/tokenizer"]
     run("train a tokenizer", "python", "tools/train_tokenizer.py", "--input", corpus, "--vocab-size", size, *prefix)
     for split in ("train", "valid"):
-        preprocess(split)
+        paths = ["--input", f"{RUN}/corpus/{split}.jsonl", "--output-prefix", f"{RUN}/{split}"]
+        run(f"tokenize the {split} text", "python", "tools/preprocess_data.py", *paths, *TOKENIZER, "--append-eod")
     data = [f"--{split}-data-path={RUN}/{split}_text_document" for split in ("train", "valid")]
     (ROOT / RUN / "metrics.jsonl").unlink(missing_ok=True)
     outputs = [

@@ -323,7 +323,9 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     save: str | None = flag(None, "folder to save checkpoints in")
-    save_interval: int | None = flag(None, "steps between saves; default: only at the end", aliases=("--persistent-save-interval",))
+    save_interval: int | None = flag(
+        None, "steps between saves; default: only at the end", aliases=("--persistent-save-interval",)
+    )
     save_retain_interval: int | None = flag(None, "keep only checkpoints at multiples of this, and the newest")
     keep_last_checkpoints: int | None = flag(None, "keep only this many newest checkpoints")
     load: str | None = flag(None, "folder to resume from, where it holds a checkpoint")

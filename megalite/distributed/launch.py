@@ -97,8 +97,8 @@ def _join(backend: str, environment: Environment, timeout: timedelta) -> None:
                 f"{address}: the port is taken; set another MASTER_PORT, or use torchrun --standalone"
             ) from None
         raise UserError(
-            f"expected WORLD_SIZE={world} processes at {address}, but not all came within {RENDEZVOUS_SECONDS} s ({text}); "
-            "start as many processes as WORLD_SIZE says, or use torchrun"
+            f"expected WORLD_SIZE={world} processes at {address}, but not all came within {RENDEZVOUS_SECONDS} s "
+            f"({text}); start as many processes as WORLD_SIZE says, or use torchrun"
         ) from None
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
@@ -130,7 +130,8 @@ def _exit(code: int) -> None:
 
 
 def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()
 
 
 def _fail(error: BaseException, environment: Environment) -> None:

@@ -1,7 +1,7 @@
 """GPT: decoder-only transformer, GPT-2 to Llama by configuration.
 
-Key idea: a `GPTStage` is the part of the model that one pipeline chunk owns: perhaps the embedding, some layers keyed by
-their global number, perhaps the output. One process owns one stage that has all three.
+Key idea: a `GPTStage` is the part of the model that one pipeline chunk owns: perhaps the embedding, some layers keyed
+by their global number, perhaps the output. One process owns one stage that has all three.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Self-attention with grouped queries (Vaswani et al. 2017; Ainslie et al. 2023), cut by heads over tensor-parallel ranks.
+"""Self-attention with grouped queries (Vaswani et al. 2017; Ainslie et al. 2023), cut by heads over ranks.
 
 Key idea: the fused projection is laid out as [groups, queries of a group + key + value, head], an order that knows no
 layout, so any cut by groups is a plain slice. With more ranks than groups each group's key and value are copied to the

@@ -43,7 +43,8 @@ def choose_backend(config: RunConfig, device_type: str) -> AttentionBackend:
     if drops:
         if asked != "auto":
             raise ValueError(
-                f"--attention-backend {asked} has no dropout on a CPU: use --attention-dropout 0 or --attention-backend unfused"
+                f"--attention-backend {asked} has no dropout on a CPU: use --attention-dropout 0 or "
+                "--attention-backend unfused"
             )
         return AttentionBackend("unfused", (), "--attention-dropout on a CPU needs plain matrix products")
     if asked == "fused":

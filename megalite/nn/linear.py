@@ -19,7 +19,7 @@ from megalite.nn.module import Build, ShardedModule
 
 
 def accumulate_weight_gradient(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
-    """main_grad += grad^T x, with grad [tokens, out] and x [tokens, in] in the compute dtype, main_grad [out, in] wide."""
+    """main_grad += grad^T x: grad [tokens, out] and x [tokens, in] in the compute dtype, main_grad [out, in] wide."""
     if main_grad.dtype == grad.dtype:
         main_grad.addmm_(grad.t(), x)
     else:

@@ -1,7 +1,7 @@
 """Computes the actions of a schedule on a GPT stage.
 
-Key idea: a token's loss is scaled by loss scale / tokens of the whole global batch, counted before the first forward, so
-gradients land in the main-gradient buffers with their final meaning and are only ever summed.
+Key idea: a token's loss is scaled by loss scale / tokens of the whole global batch, counted before the first forward;
+so gradients land in the main-gradient buffers with their final meaning and are only ever summed.
 """
 
 from __future__ import annotations

@@ -61,8 +61,10 @@ class Sink(Protocol):
 
 
 class LogLines:
-    """Lines on stdout: after the first iteration of this process and at multiples of `--log-interval`; loss and time are
-    means since the last line."""
+    """Lines on stdout: after the first iteration of this process and at multiples of `--log-interval`.
+
+    Loss and time are means since the last line.
+    """
 
     def __init__(self, config: RunConfig, total_iterations: int):
         self.config, self.total = config, total_iterations
@@ -124,8 +126,10 @@ def _number(value: float) -> float | None:
 
 
 class MetricsFile:
-    """One JSON object a line, floats at full precision, flushed every line. Lines beyond `resume_iteration` are those of
-    a run that was lost; they are removed first."""
+    """One JSON object a line, floats at full precision, flushed every line.
+
+    Lines beyond `resume_iteration` are those of a run that was lost; they are removed first.
+    """
 
     def __init__(self, path: Path, resume_iteration: int):
         path.parent.mkdir(parents=True, exist_ok=True)

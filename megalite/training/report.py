@@ -30,7 +30,8 @@ def _model_lines(config: RunConfig, stage: GPTStage) -> list[str]:
     assert config.data.seq_length is not None
     flops = training_flops_per_token(config.model, stage.vocab_size, config.data.seq_length)
     return [
-        f"parameters: {total:,} in all, {local:,} on this rank; vocabulary {stage.vocab_size:,}, {rows:,} rows in memory",
+        f"parameters: {total:,} in all, {local:,} on this rank",
+        f"vocabulary: {stage.vocab_size:,}, {rows:,} rows in memory",
         f"training FLOPs per token: {flops:.4g}",
     ]
 
@@ -39,9 +40,9 @@ def _memory_line(config: RunConfig, stage: GPTStage, backend: AttentionBackend) 
     local = sum(parameter.numel() for parameter in stage.parameters())
     memory = estimate_memory(config, local, fused_attention=backend.kernel != "unfused")
     return (
-        f"predicted memory per rank: {size(memory.total)} = parameters {size(memory.parameters)} + main gradients "
-        f"{size(memory.main_gradients)} + main parameters {size(memory.main_parameters)} + moments {size(memory.moments)} "
-        f"+ activations of one microbatch {size(memory.activations)}"
+        f"predicted memory per rank: {size(memory.total)} = parameters {size(memory.parameters)} "
+        f"+ main gradients {size(memory.main_gradients)} + main parameters {size(memory.main_parameters)} "
+        f"+ moments {size(memory.moments)} + activations of one microbatch {size(memory.activations)}"
     )
 
 

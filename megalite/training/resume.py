@@ -106,8 +106,8 @@ def load(
         state.dropout_seed = config.training.seed
     elif state.dropout_seed != config.training.seed:
         notes.append(
-            f"dropout goes on with the checkpoint's seed {state.dropout_seed} instead of --seed {config.training.seed}; "
-            "--no-load-rng changes that"
+            f"dropout goes on with the checkpoint's seed {state.dropout_seed} instead of "
+            f"--seed {config.training.seed}; --no-load-rng changes that"
         )
     if with_optimizer:
         optimizer.set_steps(int(values["optimizer_steps"]))

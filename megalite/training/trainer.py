@@ -104,8 +104,8 @@ class Trainer:
         zeros = self.optimizer.count_zeros() if self.config.logging.log_num_zeros_in_grad else None
         if not finite and self.config.training.nan_action == "stop":
             raise NonFiniteError(
-                f"iteration {state.iteration + 1}: loss {loss}, gradient norm {result.grad_norm}; the last good state is the "
-                "newest checkpoint. Lower --lr, or go on past such steps with --nan-action skip"
+                f"iteration {state.iteration + 1}: loss {loss}, gradient norm {result.grad_norm}; the last good state "
+                "is the newest checkpoint. Lower --lr, or go on past such steps with --nan-action skip"
             )
         if finite:
             with self.timers.section("optimizer"):

@@ -1,4 +1,4 @@
-"""Tiny random models of `transformers` and their weights in megalite's layout, written from transformers' own formulas."""
+"""Tiny random models of `transformers`, and their weights in megalite's layout."""
 
 from __future__ import annotations
 
@@ -148,7 +148,8 @@ def in_float64(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     def rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         parameters = self.config.rope_parameters
         assert parameters["rope_type"] in ("default", "linear")
-        width = int(self.config.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        head_dim = getattr(self.config, "head_dim", None) or HIDDEN // HEADS
+        width = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
         positions = position_ids.double() / parameters.get("factor", 1.0)
         angles = positions[..., None] / parameters["rope_theta"] ** exponents
