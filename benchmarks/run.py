@@ -1,6 +1,6 @@
 """Training speed of one process, as a share of this machine's GEMM peak measured in the same run.
 
-Absolute times differ between machines; the ratio (MFU) and the comparison of two commits on one machine are what counts.
+Absolute times differ between machines; the ratio (MFU) and the comparison of two commits on one machine count.
 """
 
 from __future__ import annotations

@@ -240,7 +240,9 @@ class TrainingConfig:
         "when loss or gradient norm isn't finite: stop, or skip the step on all ranks; default stop, skip with --fp16",
         choices=("stop", "skip"),
     )
-    compile: bool = flag(False, "torch.compile each transformer layer; needs a C++ compiler")
+    compile: bool = flag(
+        False, "torch.compile each transformer layer; needs a C++ compiler", planned="torch.compile of the layers"
+    )
     dump_grads: str | None = flag(None, "folder for every parameter's full gradient at this process's first step")
 
 

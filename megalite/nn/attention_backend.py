@@ -47,9 +47,8 @@ def choose_backend(config: RunConfig, device_type: str) -> AttentionBackend:
                 "--attention-backend unfused"
             )
         return AttentionBackend("unfused", (), "--attention-dropout on a CPU needs plain matrix products")
-    if asked == "fused":
-        raise ValueError("--attention-backend fused needs CUDA: on a CPU use auto, flash or unfused")
-    sdpa = (SDPBackend.FLASH_ATTENTION,) if asked == "flash" else ()
+    # A CPU has one fused kernel, by the name of flash attention.
+    sdpa = () if asked == "auto" else (SDPBackend.FLASH_ATTENTION,)
     return AttentionBackend("sdpa", sdpa, "the CPU kernel of scaled_dot_product_attention")
 
 
