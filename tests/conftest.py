@@ -26,6 +26,13 @@ def _one_thread_and_no_luck() -> None:
     torch.manual_seed(20260131)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """megatron-core, which some tests take as the truth, speaks of what it lacks when it is imported."""
+    for kind in ("UserWarning", "DeprecationWarning"):
+        config.addinivalue_line("filterwarnings", f"ignore::{kind}:megatron.*")
+    config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script_method` is deprecated")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `cuda` need a device."""
     if torch.cuda.is_available():

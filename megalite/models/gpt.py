@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megalite.distributed.collectives import copy_to_group
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.cross_entropy import vocabulary_parallel_cross_entropy
 from megalite.nn.dropout import hidden_dropout
@@ -120,7 +121,7 @@ class GPTStage(ShardedModule):
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, b, h] of the last stage → [s, b, local columns]; columns of vocabulary padding are cut off."""
         weight = self.output_weight
-        logits = linear(hidden, weight)
+        logits = linear(copy_to_group(hidden, self.group), weight)
         first = self.group.rank * weight.shape[0]
         return logits[..., : max(0, min(self.vocab_size - first, weight.shape[0]))]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,8 @@ class Optimizer:
         self._create_state()
 
     def _make_torch_optimizer(self) -> torch.optim.Optimizer:
-        groups = [{"params": [flat]} for flat in self._flat]
+        # A rank without trainable parameters still takes part in every collective; torch wants a group all the same.
+        groups: list[dict[str, Any]] = [{"params": [flat]} for flat in self._flat] or [{"params": []}]
         config = self.config
         if config.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
@@ -123,7 +125,7 @@ class Optimizer:
         limit = self.config.clip_grad
         if limit > 0.0:
             factor *= min(1.0, limit / (result.grad_norm + 1e-6))
-        for group, buffer in zip(self.torch_optimizer.param_groups, self.buffers, strict=True):
+        for group, buffer in zip(self.torch_optimizer.param_groups, self.buffers, strict=bool(self.buffers)):
             group["lr"] = decoupled_lr if buffer.lr_group == "decoupled" else lr
             group["weight_decay"] = weight_decay if buffer.weight_decay else 0.0
             if factor != 1.0:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(scope="module")
-def small_pool() -> ProcessPool:
+def small_pool() -> Iterator[ProcessPool]:
     """A pool of its own, since these tests break it."""
-    return ProcessPool(2)
+    with ProcessPool(2) as workers:
+        yield workers
 
 
 def _coordinates(mesh: Mesh, tag: str) -> tuple[str, int, dict[str, int]]:

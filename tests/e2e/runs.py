@@ -1,12 +1,13 @@
 """Runs of `pretrain_gpt.py` for the tests: how to start one, and how to read what it left behind.
 
 Key idea: `program` starts the real thing, with torchrun where there are several processes, and costs seconds, most of
-them for importing torch. `run` starts the same main function in fresh processes forked from a server that has imported
-torch, so dozens of runs are affordable. Tests of numbers and files use `run`; tests of launch and failure use `program`.
+them for importing torch. `run` calls the same main function in fresh processes forked from a server that has imported
+torch, so dozens of runs are affordable. Tests of numbers and files use `run`, those of launch and failure `program`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -35,21 +36,25 @@ FAULTY_SCRIPT = ROOT / "tests" / "e2e" / "faults.py"
 MARK = "MEGALITE_TEST_RUN"
 
 MOCK = "--mock-data "
-_COMMON = MOCK + (
-    "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1 --eval-iters 0 --log-interval 1 "
-    "--device cpu --threads-per-rank 1 --lr 1e-3 --lr-decay-style constant --train-iters 10 "
+_COMMON = (
+    "--eval-iters 0 --log-interval 1 --device cpu --threads-per-rank 1 --lr 1e-3 --lr-decay-style constant "
+    "--train-iters 10 "
 )
-T0 = _COMMON + (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 2 --global-batch-size 8 --clip-grad 1.0 --seed 1234 --vocab-size 130 "
-    "--hidden-dropout 0 --attention-dropout 0 "
+T0 = (
+    MOCK
+    + _COMMON
+    + "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --global-batch-size 8 --clip-grad 1.0 --seed 1234 --hidden-dropout 0 --attention-dropout 0 "
+    "--tokenizer-type NullTokenizer --vocab-size 130 --make-vocab-size-divisible-by 1 "
 )
 """A network of 130 ids and EOD, 131 in all: a prime, so padded vocabularies are always exercised."""
 
-MICRO = _COMMON + (
+MICRO_NETWORK = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 2 --global-batch-size 4 --vocab-size 46 --num-workers 0 "
+    "--tokenizer-type NullTokenizer --vocab-size 46 --make-vocab-size-divisible-by 1 "
 )
+MICRO_RUN = MOCK + _COMMON + "--micro-batch-size 2 --global-batch-size 4 --num-workers 0 "
+MICRO = MICRO_RUN + MICRO_NETWORK
 """As small as a network gets, with dropout 0.1."""
 
 
@@ -157,7 +162,7 @@ class Program:
         torchrun = self.processes > 1 if self.torchrun is None else self.torchrun
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.processes)] if torchrun else []
         script = [str(SCRIPT)] if self.fault is None else [str(FAULTY_SCRIPT), self.fault]
-        self._files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        self._files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by wait)
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
         self.process = subprocess.Popen(
             [sys.executable, *launcher, *script, *shlex.split(self.flags)],
@@ -224,10 +229,8 @@ def _marked(mark: str) -> Iterator[int]:
 
 
 def _kill(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def wait_for(condition: Any, seconds: float = 60.0) -> None:
@@ -243,8 +246,8 @@ def wait_for(condition: Any, seconds: float = 60.0) -> None:
 
 def records(path: Path, *, exact: bool = False) -> list[dict[str, Any]]:
     """The lines of a metrics file. `exact`: numbers as they are written."""
-    convert = {"parse_float": str, "parse_int": str} if exact else {}
-    return [json.loads(line, **convert) for line in path.read_text().splitlines()]
+    number = str if exact else None
+    return [json.loads(line, parse_float=number, parse_int=number) for line in path.read_text().splitlines()]
 
 
 def steps(path: Path, *, exact: bool = False) -> list[dict[str, Any]]:

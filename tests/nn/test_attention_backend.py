@@ -60,7 +60,6 @@ def test_the_choice_is_honoured(
     [
         ("cpu", "flash", "dropout", "--attention-dropout 0"),
         ("cpu", "fused", "dropout", "unfused"),
-        ("cpu", "fused", "", "needs CUDA"),
         ("cuda", "flash", "", "--bf16"),
         ("cuda", "flash", "fp64", "--bf16"),
         ("cuda", "flash", "documents", "unfused"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from megalite.nn.module import initialize
 from megalite.nn.norm import Norm
+from megalite.precision.policy import Precision
 from tests.helpers import BF16, FP32, FP64, tiny_build
 
 KINDS = ["LayerNorm", "RMSNorm"]
@@ -21,7 +24,7 @@ def formula(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, *, c
     return y if bias is None else y + bias
 
 
-def norm(kind: str, precision=FP64, **overrides) -> Norm:
+def norm(kind: str, precision: Precision = FP64, **overrides: Any) -> Norm:
     layer = Norm(tiny_build(precision, normalization=kind, **overrides), 16, partial=False)
     initialize(layer, 0)
     with torch.no_grad():

@@ -1,0 +1,109 @@
+"""Evaluation: when it runs, over which samples, and that it doesn't depend on the number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.data.token_files import random_documents, write_tokens
+from tests.e2e.runs import MICRO, MOCK, T0, checkpoint, evaluations, run, training_state, written
+
+SEQ = 64
+
+
+def data(folder: Path, **samples: int) -> str:
+    """`--train-data-path` and so on, each of so many samples of one epoch."""
+    flags = []
+    for seed, (split, count) in enumerate(samples.items()):
+        documents, tokens = [], count * SEQ + 1 + SEQ // 2
+        for document in random_documents(10_000, low=1, high=30, seed=seed):
+            documents.append(document[: tokens - sum(map(len, documents))])
+            if len(documents[-1]) < len(document):
+                break
+        flags.append(f"--{split}-data-path {write_tokens(folder / split, [d for d in documents if len(d)])}")
+    return " ".join(flags) + " "
+
+
+NETWORK = T0.replace(MOCK, "") + "--num-workers 0 "
+
+
+def found(path: Path) -> list[tuple[int, str]]:
+    return [(record["iteration"], record["split"]) for record in evaluations(path)]
+
+
+def test_evaluations_of_a_tiny_set_go_on_after_a_resume(tmp_path: Path) -> None:
+    """4 samples, a global batch of 8: every evaluation goes through the set twice."""
+    flags = (
+        f"{NETWORK} {data(tmp_path, train=100, valid=4, test=3)} --train-iters 12 --eval-interval 2 --eval-iters 1 "
+        "--hidden-dropout 0.1 "
+    )
+    run(f"{flags} --save-interval 100 --save {tmp_path}/a --metrics-file {tmp_path}/a.jsonl")
+    assert found(tmp_path / "a.jsonl") == [(k, "valid") for k in range(2, 13, 2)] + [(12, "test")]
+    resumed = f"{flags} --load {tmp_path}/b --metrics-file {tmp_path}/b.jsonl "
+    for end in (4, 6, 12):
+        run(f"{resumed} --save-interval 100 --save {tmp_path}/b --exit-interval {end}")
+    run(resumed)  # the one before stopped at the last step, before the test
+    assert evaluations(tmp_path / "b.jsonl", exact=True) == evaluations(tmp_path / "a.jsonl", exact=True)
+    assert written(tmp_path / "b.jsonl") == written(tmp_path / "a.jsonl")
+    assert training_state(checkpoint(tmp_path / "a", 12))["training"]["consumed_valid_samples"] == 6 * 8
+
+
+def test_an_evaluation_follows_every_interval_and_one_the_end(tmp_path: Path) -> None:
+    for interval, valid in ((4, [4, 8, 10]), (5, [5, 10])):
+        metrics = tmp_path / f"{interval}.jsonl"
+        outcome = run(f"{MICRO} --eval-iters 1 --eval-interval {interval} --metrics-file {metrics}")
+        assert found(metrics) == [(k, "valid") for k in valid] + [(10, "test")]
+        assert outcome.out.count("validation loss at iteration") == len(valid)
+        assert outcome.out.count("test loss at iteration 10") == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(f"{MOCK} --eval-iters 0 --eval-interval 5", id="eval-iters 0"),
+        pytest.param("--split 100,0,0 --eval-iters 2 --eval-interval 5", id="split 100,0,0"),
+        pytest.param("--split 100,0,0 --eval-iters 0", id="both"),
+    ],
+)
+def test_without_evaluation_data_or_iterations_training_goes_through(flags: str, tmp_path: Path) -> None:
+    if MOCK not in flags:
+        flags += f" --data-path {write_tokens(tmp_path / 'd', random_documents(60))}"
+    metrics = tmp_path / "m.jsonl"
+    run(f"{NETWORK} {flags} --train-iters 6 --metrics-file {metrics}")
+    assert found(metrics) == []
+    assert len(written(metrics)) == 6
+
+
+def test_full_validation_counts_every_sample_once(tmp_path: Path) -> None:
+    """7 and 5 samples in microbatches of 2 on 1, 2 and 3 ranks; the truth: one evaluation of exactly 7, one by one."""
+    flags = f"{NETWORK} {data(tmp_path, train=50, valid=7, test=5)} --fp64 --eod-mask-loss --train-iters 2 "
+    for processes in (1, 2, 3):
+        size = f"--global-batch-size {processes * 4}"
+        full = f"{flags} --full-validation --eval-iters 1 --lr 0 {size} --metrics-file {tmp_path}/{processes}.jsonl"
+        run(full, processes)
+    truth = {}
+    for split, count in (("valid", 7), ("test", 5)):
+        metrics = tmp_path / f"{split}.jsonl"
+        sizes = f"--micro-batch-size 1 --global-batch-size {count}"
+        run(f"{flags} --skip-train --eval-iters 1 {sizes} --metrics-file {metrics}")
+        truth |= {record["split"]: record["lm_loss"] for record in evaluations(metrics) if record["split"] == split}
+    for processes in (1, 2, 3):
+        losses = {record["split"]: record["lm_loss"] for record in evaluations(tmp_path / f"{processes}.jsonl")}
+        assert losses == pytest.approx(truth, rel=1e-10)
+
+
+def test_an_evaluation_does_not_depend_on_ranks_or_micro_batches(tmp_path: Path) -> None:
+    flags = f"{MICRO} --fp64 --eval-iters 3 --skip-train --metrics-file {tmp_path}"
+    for name, size, processes in (("a", 2, 1), ("b", 2, 2), ("c", 1, 1)):
+        run(f"{flags}/{name}.jsonl --micro-batch-size {size}", processes)
+    a, b, c = ([record["lm_loss"] for record in evaluations(tmp_path / f"{name}.jsonl")] for name in "abc")
+    assert len(a) == 2
+    assert a == pytest.approx(b, rel=1e-10) and a == pytest.approx(c, rel=1e-10)
+
+
+def test_dropout_is_off_in_an_evaluation(tmp_path: Path) -> None:
+    for rate in (0, 0.5):
+        dropout = f"--hidden-dropout {rate} --attention-dropout {rate} --attention-backend unfused"
+        run(f"{MICRO} {dropout} --eval-iters 2 --skip-train --metrics-file {tmp_path}/{rate}.jsonl")
+    assert evaluations(tmp_path / "0.jsonl") == evaluations(tmp_path / "0.5.jsonl")

@@ -1,0 +1,192 @@
+"""Stopping and resuming changes nothing: metrics byte for byte, tensors bit by bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import (
+    MICRO,
+    assert_same_checkpoint,
+    checkpoint,
+    checkpoint_tensors,
+    evaluations,
+    largest_difference,
+    newest,
+    program,
+    run,
+    steps,
+    training_state,
+    written,
+)
+
+ALL_FIELDS = (
+    "consumed_samples",
+    "consumed_tokens",
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "loss_scale",
+    "skipped",
+    "global_batch_size",
+)
+
+
+def go(flags: str, folder: Path, *, processes: int = 1, load: Path | None = None) -> Path:
+    """A run that saves in `folder` and resumes from `load` (default: from `folder`, where it has something)."""
+    loading = f"--load {load or folder}"
+    run(f"{MICRO} --save {folder} --save-interval 100 {loading} --metrics-file {folder}/m.jsonl {flags}", processes)
+    return folder / "m.jsonl"
+
+
+def straight_and_resumed(flags: str, tmp_path: Path, **how: int) -> tuple[Path, Path]:
+    """The metrics files of 10 steps at once, and of 5 and 5."""
+    straight = go(flags, tmp_path / "straight", **how)
+    go(f"{flags} --exit-interval 5", tmp_path / "resumed", **how)
+    assert newest(tmp_path / "resumed") == 5
+    return straight, go(flags, tmp_path / "resumed", **how)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [
+        pytest.param("", 1, id="fp32"),
+        pytest.param("--num-workers 2", 1, id="workers"),
+        pytest.param("--num-workers 2 --bf16", 2, id="bf16, 2 processes"),
+        pytest.param("--fp16 --initial-loss-scale 65536 --loss-scale-window 3", 1, id="fp16"),
+        pytest.param("--optimizer sgd --dataloader-type cyclic", 1, id="sgd, cyclic"),
+        pytest.param(
+            "--lr-decay-style cosine --min-lr 1e-5 --lr-warmup-iters 3 --rampup-batch-size 2 2 12 "
+            "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
+            1,
+            id="changing rates",
+        ),
+    ],
+)
+def test_five_and_five_steps_are_ten_steps(flags: str, processes: int, tmp_path: Path) -> None:
+    straight, resumed = straight_and_resumed(flags, tmp_path, processes=processes)
+    assert len(steps(straight)) == 10
+    assert written(resumed, *ALL_FIELDS) == written(straight, *ALL_FIELDS)
+    assert_same_checkpoint(checkpoint(tmp_path / "resumed", 10), checkpoint(tmp_path / "straight", 10))
+    assert sum(step["skipped"] for step in steps(straight)) <= 2
+
+
+def test_the_real_program_resumes_bitwise(tmp_path: Path) -> None:
+    """The same with processes started by hand, so that nothing could be left over from the first."""
+    flags = f"{MICRO} --num-workers 2 --save-interval 5 "
+    run(f"{flags} --save {tmp_path}/a --metrics-file {tmp_path}/a.jsonl")
+    program(f"{flags} --save {tmp_path}/b --metrics-file {tmp_path}/b.jsonl --exit-interval 5")
+    program(f"{flags} --save {tmp_path}/b --metrics-file {tmp_path}/b.jsonl --load {tmp_path}/b")
+    assert written(tmp_path / "b.jsonl") == written(tmp_path / "a.jsonl")
+    assert_same_checkpoint(checkpoint(tmp_path / "b", 10), checkpoint(tmp_path / "a", 10))
+
+
+def test_resuming_again_and_again_changes_nothing(tmp_path: Path) -> None:
+    straight = go("", tmp_path / "straight")
+    for end in (2, 3, 7, 10):
+        resumed = go(f"--exit-interval {end}", tmp_path / "resumed")
+        assert newest(tmp_path / "resumed") == end
+    assert written(resumed, *ALL_FIELDS) == written(straight, *ALL_FIELDS)
+    assert_same_checkpoint(checkpoint(tmp_path / "resumed", 10), checkpoint(tmp_path / "straight", 10))
+
+
+def test_a_run_that_is_finished_does_nothing_more(tmp_path: Path) -> None:
+    metrics = go("", tmp_path)
+    before = metrics.read_text(), checkpoint_tensors(checkpoint(tmp_path, 10))
+    go("", tmp_path)
+    assert metrics.read_text() == before[0]
+    assert newest(tmp_path) == 10
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 4)])
+def test_a_run_goes_on_at_another_data_parallel_size(first: int, second: int, tmp_path: Path) -> None:
+    flags = "--fp64 --attention-backend unfused --global-batch-size 8"
+    straight = go(flags, tmp_path / "straight")
+    go(f"{flags} --exit-interval 5", tmp_path / "resumed", processes=first)
+    resumed = go(flags, tmp_path / "resumed", processes=second)
+    assert largest_difference(resumed, straight) <= 1e-10
+    a, b = (checkpoint_tensors(checkpoint(tmp_path / name, 10)) for name in ("straight", "resumed"))
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert (b[name] - tensor).abs().max() <= 1e-10 * max(1.0, tensor.abs().max().item()), name
+    assert training_state(checkpoint(tmp_path / "straight", 10)) == training_state(checkpoint(tmp_path / "resumed", 10))
+
+
+def test_metrics_lines_beyond_the_resumed_iteration_are_removed(tmp_path: Path) -> None:
+    """A run that was killed after iteration 10 resumes from its checkpoint of iteration 4."""
+    metrics = go("--save-interval 4 --eval-interval 5 --eval-iters 1", tmp_path)
+    whole = written(metrics)
+    for later in (8, 10):
+        shutil.rmtree(checkpoint(tmp_path, later))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    with metrics.open("a") as file:
+        file.write('{"iteration": 11, "lm_l')  # the line that the kill cut off
+    go("--exit-interval 6 --eval-interval 5 --eval-iters 1", tmp_path)
+    assert written(metrics) == whole[:6]
+    assert [record["iteration"] for record in evaluations(metrics)] == [5]
+
+
+def test_a_fresh_run_starts_its_metrics_file_afresh(tmp_path: Path) -> None:
+    metrics = tmp_path / "m.jsonl"
+    metrics.write_text('{"iteration": 1, "lm_loss": 99.0, "grad_norm": 1.0}\n')
+    run(f"{MICRO} --train-iters 2 --metrics-file {metrics}")
+    assert [step["iteration"] for step in steps(metrics)] == [1, 2]
+    assert steps(metrics)[0]["lm_loss"] < 10
+
+
+def test_evaluation_logging_and_saving_change_nothing(tmp_path: Path) -> None:
+    plain = go("", tmp_path / "plain")
+    busy = go(
+        "--eval-interval 3 --eval-iters 2 --log-interval 4 --save-interval 2 --num-workers 1 --log-params-norm "
+        f"--log-num-zeros-in-grad --timing-log-level 2 --tensorboard-dir {tmp_path}/tb --timeline {tmp_path}/timeline",
+        tmp_path / "busy",
+    )
+    assert written(busy, *ALL_FIELDS) == written(plain, *ALL_FIELDS)
+    a, b = (checkpoint_tensors(checkpoint(tmp_path / name, 10)) for name in ("plain", "busy"))
+    assert all(a[name].equal(b[name]) for name in a)
+
+
+def test_the_first_resumed_step_has_the_exact_learning_rate(tmp_path: Path) -> None:
+    """Linear warm-up over 4 of 10 steps, then a cosine; a step uses the rate after the samples before it."""
+    flags = "--lr 1e-3 --lr-decay-style linear --lr-warmup-iters 4 --min-lr 0"
+    go(f"{flags} --exit-interval 5", tmp_path)
+    metrics = go(flags, tmp_path)
+    rates = [step["learning_rate"] for step in steps(metrics)]
+    expected = [1e-3 * k / 4 for k in range(5)] + [1e-3 * (10 - k) / 6 for k in range(5, 10)]
+    assert rates == pytest.approx(expected, rel=1e-12, abs=1e-18)
+
+
+def test_a_chosen_step_is_resumed(tmp_path: Path) -> None:
+    straight = go("--save-interval 2", tmp_path / "a")
+    resumed = go("--ckpt-step 4", tmp_path / "b", load=tmp_path / "a")
+    assert written(resumed) == written(straight)[4:]
+
+
+def test_a_broken_newest_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path: Path) -> None:
+    straight = go("--save-interval 4", tmp_path)
+    whole = written(straight)
+    for file in checkpoint(tmp_path, 10).glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+    outcome = run(f"{MICRO} --load {tmp_path} --metrics-file {tmp_path}/m.jsonl")
+    assert written(straight) == whole
+    assert "is truncated" in outcome.out and "iter_0000008" in outcome.out
+
+
+def test_the_dropout_seed_is_resumed_and_no_load_rng_replaces_it(tmp_path: Path) -> None:
+    straight = go("", tmp_path / "a")
+    go("--exit-interval 5", tmp_path / "b")
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    again = run(f"{MICRO} --load {tmp_path}/b --metrics-file {tmp_path}/b.jsonl")
+    assert written(tmp_path / "b.jsonl") == written(straight)[5:]
+    assert "--no-load-rng" not in again.out
+    state = json.loads((checkpoint(tmp_path / "c", 5) / "training_state.json").read_text())
+    state["training"]["dropout_seed"] = state["rng"]["dropout_seed"] = 99
+    (checkpoint(tmp_path / "c", 5) / "training_state.json").write_text(json.dumps(state))
+    other = run(f"{MICRO} --load {tmp_path}/c --metrics-file {tmp_path}/c.jsonl")
+    assert written(tmp_path / "c.jsonl") != written(straight)[5:]
+    assert "99" in other.out and "--no-load-rng" in other.out
+    run(f"{MICRO} --load {tmp_path}/c --metrics-file {tmp_path}/d.jsonl --no-load-rng")
+    assert written(tmp_path / "d.jsonl") == written(straight)[5:]
