@@ -103,7 +103,9 @@ def pretrain(argv: Sequence[str], environment: Environment, *, program: str, des
     """The whole run of one process."""
     prepared = prepare(argv, environment, program=program, description=description)
     with start(prepared.config.layout, environment, prepared.device) as mesh:
-        _Run(prepared, mesh).loop().run()
+        run = _Run(prepared, mesh)
+        run.loop().run()
+        run.close()
 
 
 class _Run:
@@ -112,6 +114,7 @@ class _Run:
     def __init__(self, prepared: Prepared, mesh: Mesh):
         self.prepared, self.config, self.mesh = prepared, prepared.config, mesh
         config = self.config
+        self._iterators: list[MicrobatchIterator] = []
         self.say_all(prepared.notes)
         self.precision = Precision.from_config(config.precision)
         self.batches = BatchSchedule.from_config(config)
@@ -191,7 +194,7 @@ class _Run:
     def _microbatches(self, dataset: SampleSource, *, start: int, total: int | None = None) -> MicrobatchIterator:
         training, data = self.config.training, self.config.data
         assert training.micro_batch_size is not None
-        return microbatch_iterator(
+        iterator = microbatch_iterator(
             dataset,
             start_sample=start,
             micro_batch_size=training.micro_batch_size,
@@ -203,6 +206,13 @@ class _Run:
             total=total,
             pin_memory=self.mesh.device.type == "cuda",
         )
+        self._iterators.append(iterator)
+        return iterator
+
+    def close(self) -> None:
+        """End the data-loader workers."""
+        for iterator in self._iterators:
+            iterator.close()
 
     def _save(self) -> None:
         config = self.config.checkpoint

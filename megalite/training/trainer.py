@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from megalite.config.errors import UserError
 from megalite.config.schema import RunConfig
@@ -69,19 +70,20 @@ class Trainer:
             self.dump_grads = None
         with self.timers.section("grad-norm", 2):
             result = self.optimizer.measure(loss_scale)
-        return self._finish(samples, tokens, loss, loss_scale, result)
+        return self._finish(samples, loss, loss_scale, result)
 
     def _count(self, samples: int) -> int:
         """Microbatches of this rank in a global batch of `samples`."""
         assert self.config.training.micro_batch_size is not None
         return samples // (self.config.training.micro_batch_size * self.mesh.dp.size)
 
-    def _count_tokens(self, microbatches: list[Microbatch]) -> int:
-        """Unmasked tokens of the global batch: what the loss is the mean over."""
-        mine = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum().to(self.mesh.device)
-        return int(all_reduce(mine, self.mesh.dp_cp).item())
+    def _count_tokens(self, microbatches: list[Microbatch]) -> Tensor:
+        """Unmasked tokens of the global batch: what the loss is the mean over. Float64, at least 1, on the device."""
+        mine = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
+        counted = all_reduce(mine.to(self.mesh.device, non_blocking=True), self.mesh.dp_cp)
+        return counted.clamp(min=1).to(torch.float64)
 
-    def _forward_backward(self, microbatches: list[Microbatch], tokens: int, loss_scale: float) -> float:
+    def _forward_backward(self, microbatches: list[Microbatch], tokens: Tensor, loss_scale: float) -> float:
         """Gradients into the buffers; the mean loss over the global batch, equal on all ranks."""
         with self.timers.section("forward-backward"):
             self.optimizer.zero_grad()
@@ -90,13 +92,13 @@ class Trainer:
                 # Kernels with a dropout stream of their own start it anew each step: resuming needs no generator state.
                 stream = random.fold(key, self.state.consumed_samples, self.mesh.rank)
                 torch.cuda.manual_seed(int(stream.item()) & (2**63 - 1))
-            self.executor.begin(microbatches, loss_scale=loss_scale, tokens=tokens, dropout_key=key)
+            self.executor.begin(microbatches, scale=loss_scale / tokens, dropout_key=key)
             stages = self.mesh.pp.size
             self.runtime.run(one_forward_one_backward(stages, 1, len(microbatches))[self.mesh.pp.rank])
         total = all_reduce(self.executor.loss_sum.clone(), self.mesh.dp_cp)
-        return float(total.item()) / max(1, tokens)
+        return float((total / tokens).item())
 
-    def _finish(self, samples: int, tokens: int, loss: float, loss_scale: float, result: StepResult) -> StepRecord:
+    def _finish(self, samples: int, loss: float, loss_scale: float, result: StepResult) -> StepRecord:
         """Update or skip, advance the state, and tell."""
         state = self.state
         finite = result.finite and math.isfinite(loss)

@@ -1,0 +1,218 @@
+"""A run fails as one: with one message or one traceback, the right exit code, in time, and nothing left running."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import (
+    MICRO,
+    Outcome,
+    Program,
+    checkpoint,
+    newest,
+    program,
+    run,
+    steps,
+    written,
+)
+
+WITHIN = 60  # seconds, the promise
+
+
+def tracebacks(outcome: Outcome) -> int:
+    """Tracebacks of ranks. torchrun adds one of its own, which doesn't come by here."""
+    return (outcome.out + outcome.err).count("in run_worker")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lonely() -> Iterator[Program]:
+    """Rank 0 of two, whose other never comes: started first and looked at last, since it takes most of a minute."""
+    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = Program(MICRO, environment=place)
+    yield started
+    if started.process.poll() is None:
+        started.kill()
+
+
+# ------------------------------------------------------------------------------------------------------ flag mistakes
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        pytest.param("--num-layer 3", ["--num-layer", "--num-layers"], id="unknown flag with its nearest name"),
+        pytest.param("--global-batch-size 5", ["--global-batch-size 5", "--micro-batch-size 2"], id="batch sizes"),
+        pytest.param("--seq-length 33", ["--seq-length 33", "--max-position-embeddings 32"], id="position table"),
+        pytest.param("--num-attention-heads 3", ["--num-attention-heads 3", "--hidden-size 32"], id="heads"),
+        pytest.param("--bf16 --fp16", ["--bf16", "--fp16"], id="two precisions"),
+        pytest.param("--lr -1", ["--lr", "-1"], id="negative rate"),
+        pytest.param("--eval-interval 0", ["--eval-interval 0", "at least 1"], id="interval of zero"),
+        pytest.param("--optimizer adagrad", ["--optimizer", "adagrad", "adam", "sgd"], id="unknown choice"),
+        pytest.param("--train-iters ten", ["--train-iters", "ten"], id="not a number"),
+        pytest.param("--save-interval 5", ["--save-interval", "--save"], id="interval without a folder"),
+        pytest.param("--fp8-format hybrid --bf16", ["--fp8-format hybrid", "not built"], id="not built yet"),
+        pytest.param("--moe-grouped-gemm", ["--moe-grouped-gemm"], id="refused flag of Megatron-LM"),
+        pytest.param("--split 1,2,x", ["--split", "1,2,x"], id="split"),
+        pytest.param("--device cuda:9", ["--device", "cuda:9"], id="device"),
+        pytest.param("--attention-backend flash", ["--attention-backend flash"], id="no such kernel here"),
+        pytest.param("@/nowhere/flags", ["/nowhere/flags"], id="file of flags"),
+    ],
+)
+def test_a_flag_mistake_is_one_message_and_exit_code_2(flags: str, words: list[str]) -> None:
+    outcome = run(f"{MICRO} {flags}", check=False)
+    assert outcome.code == 2, str(outcome)
+    assert outcome.out == ""
+    assert outcome.err.count("error:") == 1 and "Traceback" not in outcome.err
+    assert all(word in outcome.err for word in words), outcome.err
+
+
+def test_several_mistakes_are_told_together() -> None:
+    outcome = run(f"{MICRO} --global-batch-size 5 --num-attention-heads 3 --seq-length 33", check=False)
+    assert outcome.code == 2
+    assert all(word in outcome.err for word in ("--global-batch-size 5", "--num-attention-heads 3", "--seq-length 33"))
+
+
+def test_three_ranks_and_a_layout_of_two_name_both_numbers() -> None:
+    outcome = run(f"{MICRO} --tensor-model-parallel-size 2", 3, check=False)
+    assert outcome.codes == (2, 2, 2)
+    assert outcome.err.count("error:") == 1
+    assert "--tensor-model-parallel-size 2" in outcome.err and "world size 3" in outcome.err
+
+
+def test_under_torchrun_a_flag_mistake_is_told_once() -> None:
+    started = Program(f"{MICRO} --global-batch-size 5", 2)
+    outcome = started.wait()
+    assert outcome.code != 0 and outcome.seconds < WITHIN
+    assert (outcome.out + outcome.err).count("--global-batch-size 5") == 1
+    assert "exitcode  : 2" in outcome.err
+    assert tracebacks(outcome) == 0
+    assert started.remaining(10) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, ["WORLD_SIZE=2", "MASTER_ADDR", "torchrun"]),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
+        ({"WORLD_SIZE": "2"}, ["RANK"]),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_named(environment: dict[str, str], words: list[str]) -> None:
+    outcome = program(MICRO, environment=environment, check=False)
+    assert outcome.code != 0 and outcome.seconds < WITHIN
+    assert outcome.err.count("error:") == 1 and all(word in outcome.err for word in words)
+    assert "Traceback" not in outcome.err
+
+
+# ------------------------------------------------------------------------------------------------- one rank's failure
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        pytest.param("forward:1:3", "forward failed on purpose", id="forward"),
+        pytest.param("data:1:3", "reading failed on purpose", id="data-loader worker"),
+        pytest.param("kill:1:3", None, id="killed"),
+    ],
+)
+def test_under_torchrun_the_failure_of_one_rank_ends_all(fault: str, message: str | None, tmp_path: Path) -> None:
+    flags = f"{MICRO} --num-workers 2 --train-iters 1000 --metrics-file {tmp_path}/m.jsonl"
+    started = Program(flags, 2, fault=fault)
+    outcome = started.wait(WITHIN + 40)
+    assert outcome.code != 0 and outcome.seconds < WITHIN, str(outcome)
+    assert started.remaining(15) == []
+    assert len(steps(tmp_path / "m.jsonl")) < 20
+    if message is None:
+        assert tracebacks(outcome) == 0 and "SIGKILL" in outcome.err
+    else:
+        assert tracebacks(outcome) == 1, str(outcome)
+        assert f"Fault: {message}\n" in outcome.err
+
+
+@pytest.mark.parametrize("fault", ["forward:1:3", "data:0:3"])
+def test_without_torchrun_the_failure_of_one_rank_ends_all(fault: str) -> None:
+    outcome = run(f"{MICRO} --num-workers 1 --train-iters 1000", 2, fault=fault, timeout=WITHIN, check=False)
+    assert outcome.codes == (1, 1)
+    assert tracebacks(outcome) == 1, str(outcome)
+    assert "on purpose" in outcome.err and "another rank failed" in outcome.err
+
+
+def test_a_killed_rank_ends_the_other_without_torchrun_too() -> None:
+    outcome = run(f"{MICRO} --train-iters 1000", 2, fault="kill:1:3", timeout=WITHIN, check=False)
+    assert outcome.codes == (1, -9)
+    assert tracebacks(outcome) == 0
+    assert "rank 0: stopped, because another rank failed" in outcome.err
+
+
+def test_a_single_process_shows_its_traceback_once(tmp_path: Path) -> None:
+    started = Program(f"{MICRO} --num-workers 2 --train-iters 1000", fault="data:0:3")
+    outcome = started.wait()
+    assert outcome.code == 1
+    assert tracebacks(outcome) == 1 and "Fault: reading failed on purpose" in outcome.err
+    assert started.remaining(15) == []
+
+
+def test_a_rank_that_fails_in_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    flags = f"{MICRO} --save {tmp_path} --save-interval 2 --metrics-file {tmp_path}/m.jsonl"
+    outcome = run(flags, 2, fault="save:1:2", timeout=WITHIN, check=False)
+    assert outcome.codes == (1, 1)
+    assert tracebacks(outcome) == 1 and "saving failed on purpose" in outcome.err
+    assert newest(tmp_path) == 2
+    run(f"{flags} --load {tmp_path}", 2)
+    assert newest(tmp_path) == 10
+    assert [iteration for iteration, *_ in written(tmp_path / "m.jsonl")] == [str(k) for k in range(1, 11)]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_full_disk_on_one_rank_is_one_message_and_nothing_half_written(tmp_path: Path) -> None:
+    flags = f"{MICRO} --save {tmp_path} --save-interval 2"
+    outcome = run(flags, 2, fault="full-disk:1:4", timeout=WITHIN, check=False)
+    assert outcome.codes == (1, 1)
+    assert outcome.err.count("No space left on device") == 1 and "Traceback" not in outcome.err
+    assert "iter_0000004" in outcome.err and "rank 1" in outcome.err
+    assert newest(tmp_path) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        checkpoint(tmp_path, 2).name,
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- launch
+
+
+def test_two_runs_at_once_on_one_machine_both_work(tmp_path: Path) -> None:
+    started = [Program(f"{MICRO} --metrics-file {tmp_path}/{name}.jsonl", 2) for name in "ab"]
+    for each in started:
+        outcome = each.wait()
+        assert outcome.code == 0, str(outcome)
+    assert written(tmp_path / "a.jsonl") == written(tmp_path / "b.jsonl")
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        outcome = program(MICRO, environment=place, check=False)
+    assert outcome.code == 1 and outcome.seconds < WITHIN
+    assert outcome.err.count("error:") == 1 and f"MASTER_PORT={port}" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_a_rank_whose_others_never_come_gives_up_within_a_minute(lonely: Program) -> None:
+    outcome = lonely.wait(WITHIN + 40)
+    # The clock of the fixture ran on while other tests held the machine; the process's own end counts.
+    assert outcome.code == 1
+    assert outcome.err.count("error:") == 1 and "Traceback" not in outcome.err
+    assert all(word in outcome.err for word in ("WORLD_SIZE=2", "MASTER_PORT=", "torchrun"))
