@@ -1,18 +1,20 @@
 """Every collective of megalite, in one place.
 
-Key idea: a group of one makes each of these the identity, and where a collective is differentiated it comes as a pair
-of autograd functions that are each other's transpose (Shoeybi et al. 2019, section 3: f and g).
+Key idea: a group of one makes each of these the identity, and where a collective is differentiated its backward is its
+transpose (Shoeybi et al. 2019, section 3: f and g). The input side of a layer (Megatron's f) lies in `nn.linear`, where
+its backward overlaps with the weight gradient.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.distributed.mesh import Group
+from megalite.distributed.mesh import Group, Mesh
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -55,17 +57,68 @@ def barrier(group: Group) -> None:
         dist.barrier(group=group.process_group)
 
 
-class _CopyToGroup(torch.autograd.Function):
-    """Identity forward, all-reduce backward (Megatron's f)."""
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way: `wait()` returns its result. Until then neither input nor result may be touched."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    result: Tensor
+    work: dist.Work | None = None
+    input: Tensor | None = None  # kept alive
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grads[0].contiguous().clone(), ctx.group), None
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+def start_all_reduce(x: Tensor, group: Group) -> Pending:
+    """The sum of the members' `x`, in place where it is contiguous."""
+    if group.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    return Pending(x, dist.all_reduce(x, group=group.process_group, async_op=True))
+
+
+def start_all_gather(x: Tensor, group: Group) -> Pending:
+    """The members' `x` [n, ...] one after another: [n · size, ...]."""
+    if group.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    result = x.new_empty(x.shape[0] * group.size, *x.shape[1:])
+    return Pending(result, dist.all_gather_single(result, x, group=group.process_group, async_op=True), x)
+
+
+def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
+    """This member's part [n / size, ...] of the sum of the members' `x` [n, ...]."""
+    if group.size == 1:
+        return Pending(x)
+    assert x.shape[0] % group.size == 0, f"{group.size} ranks do not divide the first dimension of {tuple(x.shape)}"
+    x = x.contiguous()
+    result = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    return Pending(result, dist.reduce_scatter_single(result, x, group=group.process_group, async_op=True), x)
+
+
+def sum_over_ranks(tensor: Tensor, ranks: tuple[int, ...], mesh: Mesh) -> Tensor:
+    """Sum a contiguous `tensor` in place over any `ranks` of this replica, equal bit for bit on all of them.
+
+    An all-reduce where they are one of the mesh's groups; else each sends its tensor to the others, which add in rank
+    order: for copies that few ranks share, such as a key/value head or a tied embedding in a deep pipeline.
+    """
+    group = mesh.group_of_ranks(ranks)
+    if group is not None:
+        return all_reduce(tensor, group)
+    received = {rank: torch.empty_like(tensor) for rank in ranks if rank != mesh.rank}
+    operations = []
+    for rank, buffer in received.items():
+        operations.append(dist.P2POp(dist.isend, tensor, rank, mesh.model.process_group))
+        operations.append(dist.P2POp(dist.irecv, buffer, rank, mesh.model.process_group))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    received[mesh.rank] = tensor.clone()
+    tensor.zero_()
+    for rank in ranks:
+        tensor += received[rank]
+    return tensor
 
 
 class _ReduceFromGroup(torch.autograd.Function):
@@ -80,11 +133,23 @@ class _ReduceFromGroup(torch.autograd.Function):
         return grads[0], None
 
 
-def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """`x`, equal on all members; its gradient is summed over them."""
-    return x if group.size == 1 else cast(Tensor, _CopyToGroup.apply(x, group))
+class _ReduceScatterSequence(torch.autograd.Function):
+    """Reduce-scatter along the first dimension forward, all-gather backward (Korthikanti et al. 2022)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return start_reduce_scatter(x, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return start_all_gather(grads[0], ctx.group).wait(), None
 
 
-def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """The sum of the members' `x`; each gets the gradient unchanged."""
-    return x if group.size == 1 else cast(Tensor, _ReduceFromGroup.apply(x, group))
+def reduce_from_group(x: Tensor, group: Group, *, sequence_parallel: bool = False) -> Tensor:
+    """The sum of the members' `x` [s, ...]: whole on each, or with `sequence_parallel` each member's part of the first
+    dimension."""
+    if group.size == 1:
+        return x
+    function = _ReduceScatterSequence if sequence_parallel else _ReduceFromGroup
+    return cast(Tensor, function.apply(x, group))

@@ -91,6 +91,11 @@ class Mesh:
             )
         return cls(layout, rank, device, groups)
 
+    def group_of_ranks(self, ranks: tuple[int, ...]) -> Group | None:
+        """The group of exactly these ranks, where this mesh has one."""
+        process_group = self._process_groups.get(ranks)
+        return None if process_group is None else Group(ranks, ranks.index(self.rank), process_group)
+
     def close(self) -> None:
         """Destroy the groups made here (not the default one)."""
         for group in self._process_groups.values():

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megalite.distributed.collectives import copy_to_group
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.cross_entropy import vocabulary_parallel_cross_entropy
 from megalite.nn.dropout import hidden_dropout
@@ -50,12 +49,16 @@ class _Embedding(ShardedModule):
         if span.has_embedding and build.config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(build)
         self.drop = build.config.hidden_dropout
+        self.group, self.sequence_parallel = build.mesh.tp, build.mesh.layout.sequence_parallel
 
     def forward(self, tokens: Tensor, info: SequenceInfo) -> Tensor:
-        """`tokens` [b, s] → [s, b, h]."""
+        """`tokens` [b, s] → [s, b, h], with sequence parallelism this rank's part of s."""
         x = self.word_embeddings(tokens.t())
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(info.position_ids.t())
+            positions = info.position_ids.t()
+            if self.sequence_parallel:
+                positions = positions.chunk(self.group.size)[self.group.rank]
+            x = x + self.position_embeddings(positions)
         return hidden_dropout(x, self.drop, info.dropout_keys, info.token_index, -1, "embedding")
 
 
@@ -90,6 +93,8 @@ class GPTStage(ShardedModule):
         config = build.config
         self.config, self.span, self.vocab_size = config, span, vocab_size
         self.wide, self.group = build.precision.wide, build.mesh.tp
+        self.sequence_parallel = build.mesh.layout.sequence_parallel
+        self.weight_gradients = build.weight_gradients
         tied = not config.untie_embeddings_and_output_weights
         self.embedding = None
         if span.has_embedding or (tied and span.has_output):
@@ -121,7 +126,7 @@ class GPTStage(ShardedModule):
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, b, h] of the last stage → [s, b, local columns]; columns of vocabulary padding are cut off."""
         weight = self.output_weight
-        logits = linear(copy_to_group(hidden, self.group), weight)
+        logits = linear(hidden, weight, self.group, gather=self.sequence_parallel, gradients=self.weight_gradients)
         first = self.group.rank * weight.shape[0]
         return logits[..., : max(0, min(self.vocab_size - first, weight.shape[0]))]
 

@@ -63,18 +63,18 @@ class VocabularyParallelEmbedding(ShardedModule):
 
     def __init__(self, build: Build, vocab_size: int, stages: tuple[int, ...] | None):
         super().__init__()
-        self.group = build.mesh.tp
+        self.group, self.scatter = build.mesh.tp, build.mesh.layout.sequence_parallel
         self.weight = self.add_parameter("weight", vocabulary_spec(build, vocab_size, stages), build)
         self.first_row = self.group.rank * self.weight.shape[0]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """`ids` int64 [...] → [..., hidden], equal on all ranks."""
+        """`ids` int64 [s, b] → [s, b, hidden], equal on all ranks (or this rank's part of s)."""
         if self.group.size == 1:
             return lookup(self.weight, ids)
         local = ids - self.first_row
         here = (local >= 0) & (local < self.weight.shape[0])
         rows = lookup(self.weight, local.where(here, 0))
-        return reduce_from_group(rows * here.unsqueeze(-1), self.group)
+        return reduce_from_group(rows * here.unsqueeze(-1), self.group, sequence_parallel=self.scatter)
 
 
 class PositionEmbedding(ShardedModule):

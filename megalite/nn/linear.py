@@ -7,15 +7,24 @@ main gradient the layer is an ordinary one.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.distributed.collectives import copy_to_group, reduce_from_group
+from megalite.distributed.collectives import (
+    Pending,
+    reduce_from_group,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from megalite.distributed.mesh import Group
 from megalite.distributed.param_spec import ZEROS, Box, Init, ParamSpec, cut, replicated
 from megalite.nn.module import Build, ShardedModule
+from megalite.nn.weight_gradients import WeightGradients
 
 
 def accumulate_weight_gradient(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
@@ -27,33 +36,67 @@ def accumulate_weight_gradient(main_grad: Tensor, grad: Tensor, x: Tensor) -> No
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T; the weight's gradient goes to `weight.main_grad` where there is one."""
+    """x W^T for an input that is equal on the group's ranks, or with `gather` cut along the sequence over them.
+
+    In the backward the input's gradient is summed over the ranks while the weight's gradient is computed.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, group: Group | None, gather: bool, gradients: WeightGradients | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.group, ctx.gather, ctx.gradients = group, gather, gradients
+        if group is not None and gather:
+            x = start_all_gather(x, group).wait()
         return F.linear(x, weight.view(-1, x.shape[-1]))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad = grads[0]
+        grad, group = grads[0], ctx.group
         matrix = weight.view(-1, x.shape[-1])
-        x_grad = grad @ matrix if ctx.needs_input_grad[0] else None
-        weight_grad = None
-        if ctx.needs_input_grad[1]:
-            flat_grad, flat_x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-            main_grad = getattr(weight, "main_grad", None)
-            if main_grad is None:
-                weight_grad = (flat_grad.t() @ flat_x).view_as(weight)
-            else:
-                accumulate_weight_gradient(main_grad.view_as(matrix), flat_grad, flat_x)
-        return x_grad, weight_grad
+        gathered = start_all_gather(x, group) if group is not None and ctx.gather else Pending(x)
+        x_grad = Pending(grad @ matrix) if ctx.needs_input_grad[0] else None
+        x_full = gathered.wait()
+        if x_grad is not None and group is not None:
+            start = start_reduce_scatter if ctx.gather else start_all_reduce
+            x_grad = start(x_grad.result, group)
+        weight_grad = _weight_gradient(weight, grad, x_full, ctx.gradients) if ctx.needs_input_grad[1] else None
+        return None if x_grad is None else x_grad.wait(), weight_grad, None, None, None
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x` [..., in] times the transpose of `weight` [..., in] flattened to [out, in]: [..., out]."""
-    return cast(Tensor, _Linear.apply(x, weight))
+def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, gradients: WeightGradients | None) -> Tensor | None:
+    """Accumulate into the weight's main gradient, now or later; or return the gradient where there is none."""
+    flat_grad, flat_x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return (flat_grad.t() @ flat_x).view_as(weight)
+    target = main_grad.view(flat_grad.shape[1], flat_x.shape[1])
+    job = partial(accumulate_weight_gradient, target, flat_grad, flat_x)
+    if gradients is None:
+        job()
+    else:
+        gradients.add(job)
+    return None
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    group: Group | None = None,
+    *,
+    gather: bool = False,
+    gradients: WeightGradients | None = None,
+) -> Tensor:
+    """`x` [s, ..., in] times the transpose of `weight` [..., in] flattened to [out, in]: [s, ..., out].
+
+    `group`: ranks that hold different rows of the weight; the input's gradient is summed over them. `gather`: each of
+    them holds only its part of the input's first dimension.
+    """
+    if group is not None and group.size == 1:
+        group = None
+    return cast(Tensor, _Linear.apply(x, weight, group, gather, gradients))
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -73,7 +116,8 @@ class ColumnParallelLinear(ShardedModule):
         init: Init,
     ):
         super().__init__()
-        self.group = build.mesh.tp
+        self.group, self.gather = build.mesh.tp, build.mesh.layout.sequence_parallel
+        self.gradients = build.weight_gradients
         self.weight = self.add_parameter("weight", ParamSpec(shape, local_shape, boxes, init), build)
         if bias_boxes is None:
             self.bias = None
@@ -82,8 +126,8 @@ class ColumnParallelLinear(ShardedModule):
             self.bias = self.add_parameter("bias", spec, build)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., in], equal on all ranks → [..., local outputs], flat."""
-        y = linear(copy_to_group(x, self.group), self.weight)
+        """`x` [s, b, in], equal on all ranks (or this rank's part of s) → [s, b, local outputs], flat."""
+        y = linear(x, self.weight, self.group, gather=self.gather, gradients=self.gradients)
         return y if self.bias is None else y + self.bias.view(-1)
 
 
@@ -93,7 +137,8 @@ class RowParallelLinear(ShardedModule):
 
     def __init__(self, build: Build, inputs: int, outputs: int, *, bias: bool, init: Init):
         super().__init__()
-        self.group = build.mesh.tp
+        self.group, self.scatter = build.mesh.tp, build.mesh.layout.sequence_parallel
+        self.gradients = build.weight_gradients
         place = build.place()
         local = (outputs, inputs // place.tp)
         self.weight = self.add_parameter(
@@ -107,6 +152,7 @@ class RowParallelLinear(ShardedModule):
             self.bias = self.add_parameter("bias", spec, build)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., in / tp] → [..., out], equal on all ranks."""
-        y = reduce_from_group(linear(x, self.weight), self.group)
+        """`x` [s, b, in / tp] → [s, b, out], equal on all ranks (or this rank's part of s)."""
+        y = linear(x, self.weight, gradients=self.gradients)
+        y = reduce_from_group(y, self.group, sequence_parallel=self.scatter)
         return y if self.bias is None else y + self.bias

@@ -7,7 +7,7 @@ the parameter in the model, and layers are keyed by their global number, so no n
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ from megalite.config.schema import ModelConfig
 from megalite.distributed import random
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import ParamSpec, Place
+from megalite.nn.weight_gradients import WeightGradients
 from megalite.precision.policy import Precision
 
 
@@ -27,6 +28,7 @@ class Build:
     config: ModelConfig
     mesh: Mesh
     precision: Precision
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
 
     def place(self, stages: tuple[int, ...] | None = None) -> Place:
         """Where this rank's parameters lie."""
@@ -45,10 +47,11 @@ class KeyValueCache(Protocol):
 class SequenceInfo:
     """What a forward pass knows of its tokens besides the activations.
 
-    `position_ids` int64 [b, s], or [1, s] where all sequences count alike. `token_index` int64 [s]: which tokens of the
-    sequence this rank holds. `document_ids` int32 [b, s]: attention stays within equal ids; `document_borders` int32:
-    the same as `cumulative_lengths`, for variable-length kernels. `visible` bool [b, 1, s, keys]: which keys a query
-    may see, instead of the causal rule (generation). `dropout_keys` int64 [b]: None in evaluation.
+    `position_ids` int64 [b, s], or [1, s] where all sequences count alike. `token_index` int64: which tokens of the
+    sequence this rank's activations between blocks are (a part of them with sequence parallelism). `document_ids` int32
+    [b, s]: attention stays within equal ids; `document_borders` int32: the same as `cumulative_lengths`, for
+    variable-length kernels. `visible` bool [b, 1, s, keys]: which keys a query may see, instead of the causal rule
+    (generation). `dropout_keys` int64 [b]: None in evaluation.
     """
 
     position_ids: Tensor

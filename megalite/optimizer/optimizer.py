@@ -20,6 +20,7 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import ParamSpec
 from megalite.optimizer.buffers import build_buffers
+from megalite.optimizer.copies import CopySums
 from megalite.optimizer.gradient_norm import combine, global_names, squares_by_name
 from megalite.precision.policy import Precision
 
@@ -48,6 +49,7 @@ class Optimizer:
         self.config, self.mesh, self.precision = config, mesh, precision
         self.buffers = build_buffers(members, mesh, precision)
         self.names = global_names(self.buffers, mesh)
+        self.copies = CopySums(self.buffers, mesh)
         self._flat = [nn.Parameter(buffer.main, requires_grad=False) for buffer in self.buffers]
         for flat, buffer in zip(self._flat, self.buffers, strict=True):
             flat.grad = buffer.grads
@@ -82,7 +84,8 @@ class Optimizer:
             buffer.grads.zero_()
 
     def reduce_gradients(self) -> None:
-        """Sum gradients over the ranks that hold the same parameters. Collective."""
+        """Sum gradients over partial copies, then over the ranks that hold the same parameters. Collective."""
+        self.copies.reduce()
         for buffer in self.buffers:
             buffer.reduce()
 

@@ -14,8 +14,11 @@ from megalite.distributed.collectives import (
     barrier,
     broadcast,
     broadcast_object,
-    copy_to_group,
     reduce_from_group,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    sum_over_ranks,
 )
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Group, Mesh
@@ -51,21 +54,23 @@ def test_alone_each_collective_is_the_identity() -> None:
     x = torch.randn(3, requires_grad=True)
     assert all_reduce(x, ALONE) is x
     assert broadcast(x, ALONE) is x
-    assert copy_to_group(x, ALONE) is x
     assert reduce_from_group(x, ALONE) is x
+    assert reduce_from_group(x, ALONE, sequence_parallel=True) is x
+    for start in (start_all_reduce, start_all_gather, start_reduce_scatter):
+        assert start(x, ALONE).wait() is x
     assert all_gather_objects("a", ALONE) == ["a"]
     assert broadcast_object("a", ALONE) == "a"
     barrier(ALONE)
 
 
-def _pairs(mesh: Mesh) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """For both functions: input, output, gradient of the output, gradient of the input."""
+def _reductions(mesh: Mesh) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Of the plain and the sequence-parallel reduction: input, output, gradient of the output, gradient of the input."""
     results = {}
     generator = torch.Generator().manual_seed(mesh.rank)
-    for name, function in (("copy", copy_to_group), ("reduce", reduce_from_group)):
-        x = torch.randn(4, 3, generator=generator, dtype=torch.float64).t().requires_grad_()
-        y = function(x, mesh.tp)
-        cotangent = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    for name, parallel in (("whole", False), ("part", True)):
+        x = torch.randn(3, 8, generator=generator, dtype=torch.float64).t().requires_grad_()
+        y = reduce_from_group(x, mesh.tp, sequence_parallel=parallel)
+        cotangent = torch.randn(y.shape, generator=generator, dtype=torch.float64)
         kept = cotangent.clone()
         y.backward(cotangent)
         assert torch.equal(cotangent, kept), "the incoming gradient was changed in place"
@@ -75,17 +80,47 @@ def _pairs(mesh: Mesh) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_copying_and_reducing_are_transposes(pool: ProcessPool, tp: int) -> None:
-    results = pool.run(_pairs, tp, layout=Layout(tp=tp))
-    sums = {
-        (name, i): torch.stack([result[name][i] for result in results]).sum(0)
-        for name in ("copy", "reduce")
-        for i in (0, 2)
-    }
-    for result in results:
-        x, y, cotangent, gradient = result["copy"]
-        assert torch.equal(x, y)
-        assert torch.allclose(gradient, sums["copy", 2], atol=1e-14)
-        x, y, cotangent, gradient = result["reduce"]
-        assert torch.allclose(y, sums["reduce", 0], atol=1e-14)
+def test_a_reduction_sums_forward_and_passes_the_gradient_back(pool: ProcessPool, tp: int) -> None:
+    results = pool.run(_reductions, tp, layout=Layout(tp=tp))
+    total = torch.stack([result["whole"][0] for result in results]).sum(0)
+    parts = torch.stack([result["part"][0] for result in results]).sum(0).chunk(tp)
+    cotangents = torch.cat([result["part"][2] for result in results])
+    for rank, result in enumerate(results):
+        _, y, cotangent, gradient = result["whole"]
+        assert torch.allclose(y, total, atol=1e-14)
         assert torch.equal(gradient, cotangent)
+        _, y, _, gradient = result["part"]
+        assert torch.allclose(y, parts[rank], atol=1e-14)
+        assert torch.equal(gradient, cotangents)
+
+
+def _started(mesh: Mesh) -> tuple[Tensor, ...]:
+    own = torch.arange(8.0) + 10 * mesh.rank
+    return tuple(
+        start(own.clone(), mesh.tp).wait() for start in (start_all_reduce, start_all_gather, start_reduce_scatter)
+    )
+
+
+def test_started_collectives_deliver_when_waited_for(pool: ProcessPool) -> None:
+    own = [torch.arange(8.0) + 10 * rank for rank in range(4)]
+    for rank, (reduced, gathered, scattered) in enumerate(pool.run(_started, 4, layout=Layout(tp=4))):
+        assert torch.equal(reduced, sum(own))
+        assert torch.equal(gathered, torch.cat(own))
+        assert torch.equal(scattered, sum(own).chunk(4)[rank])
+
+
+def _copies(mesh: Mesh, ranks: tuple[int, ...]) -> Tensor:
+    tensor = torch.randn(5, generator=torch.Generator().manual_seed(mesh.rank))
+    return sum_over_ranks(tensor, ranks, mesh) if mesh.rank in ranks else tensor
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0, 3), (1, 2, 3), (0, 1, 2, 3)])
+def test_copies_are_summed_over_any_ranks_equal_bit_for_bit(pool: ProcessPool, ranks: tuple[int, ...]) -> None:
+    results = pool.run(_copies, 4, ranks, layout=Layout(pp=4))
+    own = [torch.randn(5, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    for rank in range(4):
+        if rank in ranks:
+            assert torch.equal(results[rank], results[ranks[0]])
+            assert torch.allclose(results[rank], sum(own[r] for r in ranks), atol=1e-6)
+        else:
+            assert torch.equal(results[rank], own[rank])

@@ -7,6 +7,7 @@ test mode; a fault replaces one of its functions before main is called.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import sys
@@ -131,6 +132,23 @@ def _full_disk(iteration: int) -> None:
     _replace(FileSystem, "create_stream", failing)
 
 
+def _measure(interval: int) -> None:
+    """No fault: prints what the process uses each `interval` steps."""
+    from megalite.training.trainer import Trainer
+    from tests.e2e.test_long_run import usage
+
+    def measuring(step: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(self: Any) -> Any:
+            record = step(self)
+            if record.iteration % interval == 0:
+                print(f"measured {json.dumps(usage())}", flush=True)
+            return record
+
+        return replacement
+
+    _replace(Trainer, "step", measuring)
+
+
 def _value(value: float, where: str) -> Callable[[int], None]:
     """The gradient or the loss of this rank isn't finite at one step."""
 
@@ -152,6 +170,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "nan-gradient": _value(float("nan"), "gradient"),
     "inf-gradient": _value(float("inf"), "gradient"),
     "nan-loss": _value(float("nan"), "loss"),
+    "measure": _measure,
 }
 
 

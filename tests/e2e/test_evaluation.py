@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.data.token_files import random_documents, write_tokens
+from tests.data.token_files import EOD, random_documents, write_tokens
 from tests.e2e.runs import MICRO, MOCK, T0, checkpoint, evaluations, run, training_state, written
 
 SEQ = 64
@@ -16,12 +17,10 @@ def data(folder: Path, **samples: int) -> str:
     """`--train-data-path` and so on, each of so many samples of one epoch."""
     flags = []
     for seed, (split, count) in enumerate(samples.items()):
-        documents, tokens = [], count * SEQ + 1 + SEQ // 2
-        for document in random_documents(10_000, low=1, high=30, seed=seed):
-            documents.append(document[: tokens - sum(map(len, documents))])
-            if len(documents[-1]) < len(document):
-                break
-        flags.append(f"--{split}-data-path {write_tokens(folder / split, [d for d in documents if len(d)])}")
+        stream = np.concatenate(random_documents(count * SEQ, low=1, high=30, seed=seed))[: count * SEQ + 1 + SEQ // 2]
+        documents = np.split(stream, np.flatnonzero(stream == EOD) + 1)
+        prefix = write_tokens(folder / split, [document for document in documents if len(document)])
+        flags.append(f"--{split}-data-path {prefix}")
     return " ".join(flags) + " "
 
 
@@ -82,7 +81,7 @@ def test_full_validation_counts_every_sample_once(tmp_path: Path) -> None:
         size = f"--global-batch-size {processes * 4}"
         full = f"{flags} --full-validation --eval-iters 1 --lr 0 {size} --metrics-file {tmp_path}/{processes}.jsonl"
         run(full, processes)
-    truth = {}
+    truth: dict[str, float] = {}
     for split, count in (("valid", 7), ("test", 5)):
         metrics = tmp_path / f"{split}.jsonl"
         sizes = f"--micro-batch-size 1 --global-batch-size {count}"

@@ -61,7 +61,7 @@ def lonely() -> Iterator[Program]:
         pytest.param("--train-iters ten", ["--train-iters", "ten"], id="not a number"),
         pytest.param("--save-interval 5", ["--save-interval", "--save"], id="interval without a folder"),
         pytest.param("--fp8-format hybrid --bf16", ["--fp8-format hybrid", "not built"], id="not built yet"),
-        pytest.param("--moe-grouped-gemm", ["--moe-grouped-gemm"], id="refused flag of Megatron-LM"),
+        pytest.param("--num-experts 8", ["--num-experts 8"], id="refused flag of Megatron-LM"),
         pytest.param("--split 1,2,x", ["--split", "1,2,x"], id="split"),
         pytest.param("--device cuda:9", ["--device", "cuda:9"], id="device"),
         pytest.param("--attention-backend flash", ["--attention-backend flash"], id="no such kernel here"),

@@ -27,7 +27,8 @@ SOURCE_STEPS = 40
 
 def save_source(folder: Path, flags: str) -> Path:
     """A model that has learnt something."""
-    run(f"{MICRO} --lr 1e-2 --train-iters {SOURCE_STEPS} --save {folder} --save-interval 1000 --log-interval 100 {flags}")
+    saving = f"--save {folder} --save-interval 1000 --log-interval 100"
+    run(f"{MICRO} --lr 1e-2 --train-iters {SOURCE_STEPS} {saving} {flags}")
     return folder
 
 
@@ -60,10 +61,10 @@ def load(source: Path, target: Path, flags: str) -> Path:
 
 
 def test_a_half_precision_checkpoint_holds_float32_optimizer_state(bf16_source: Path) -> None:
-    entries = checkpoint_tensors(checkpoint(bf16_source, SOURCE_STEPS))
-    dtypes = {name.split(".")[1] if name.startswith("optimizer.") else "model": set() for name in entries}
-    for name, tensor in entries.items():
-        dtypes[name.split(".")[1] if name.startswith("optimizer.") else "model"].add(tensor.dtype)
+    dtypes: dict[str, set[torch.dtype]] = {}
+    for name, tensor in checkpoint_tensors(checkpoint(bf16_source, SOURCE_STEPS)).items():
+        kind = name.split(".")[1] if name.startswith("optimizer.") else "model"
+        dtypes.setdefault(kind, set()).add(tensor.dtype)
     wide = {torch.float32}
     assert dtypes == {"model": {torch.bfloat16}, "main": wide, "exp_avg": wide, "exp_avg_sq": wide}
 
@@ -77,7 +78,9 @@ def test_finetune_at_learning_rate_zero_leaves_the_loaded_weights(
     before = {name: tensor.to(dtype) for name, tensor in tensors(bf16_source, SOURCE_STEPS).items()}
     assert_all_equal(tensors(tmp_path, 1), before)
     assert newest(tmp_path) == 1
-    assert [(step["iteration"], step["consumed_samples"], step["skipped"]) for step in steps(metrics)] == [(1, 4, False)]
+    assert [(step["iteration"], step["consumed_samples"], step["skipped"]) for step in steps(metrics)] == [
+        (1, 4, False)
+    ]
 
 
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
@@ -95,7 +98,9 @@ def test_main_parameters_follow_the_loaded_weights(flag: str, bf16_source: Path,
 def test_no_load_optim_goes_on_with_the_iteration_and_a_fresh_optimizer(fp32_source: Path, tmp_path: Path) -> None:
     end = SOURCE_STEPS + 1
     metrics = load(
-        fp32_source, tmp_path, f"--no-load-optim --lr 0 --train-iters {end} --override-opt_param-scheduler --clip-grad 0"
+        fp32_source,
+        tmp_path,
+        f"--no-load-optim --lr 0 --train-iters {end} --override-opt_param-scheduler --clip-grad 0",
     )
     assert [step["iteration"] for step in steps(metrics)] == [end]
     assert_all_equal(tensors(tmp_path, end), tensors(fp32_source, SOURCE_STEPS))

@@ -92,7 +92,9 @@ def test_evaluations_are_printed_between_dashed_lines(outcome: Outcome, folder: 
     printed = [match.groupdict() for match in EVALUATION_LINES.finditer(outcome.out)]
     recorded = evaluations(folder / "metrics.jsonl")
     names = {"valid": "validation", "test": "test"}
-    assert [(p["split"], int(p["iteration"])) for p in printed] == [(names[r["split"]], r["iteration"]) for r in recorded]
+    assert [(p["split"], int(p["iteration"])) for p in printed] == [
+        (names[r["split"]], r["iteration"]) for r in recorded
+    ]
     assert [(r["split"], r["iteration"]) for r in recorded] == [("valid", 4), ("valid", 7), ("test", 7)]
     for text, record in zip(printed, recorded, strict=True):
         assert float(text["loss"]) == pytest.approx(record["lm_loss"], rel=1e-6)

@@ -42,12 +42,12 @@ def go(flags: str, folder: Path, *, processes: int = 1, load: Path | None = None
     return folder / "m.jsonl"
 
 
-def straight_and_resumed(flags: str, tmp_path: Path, **how: int) -> tuple[Path, Path]:
+def straight_and_resumed(flags: str, tmp_path: Path, processes: int) -> tuple[Path, Path]:
     """The metrics files of 10 steps at once, and of 5 and 5."""
-    straight = go(flags, tmp_path / "straight", **how)
-    go(f"{flags} --exit-interval 5", tmp_path / "resumed", **how)
+    straight = go(flags, tmp_path / "straight", processes=processes)
+    go(f"{flags} --exit-interval 5", tmp_path / "resumed", processes=processes)
     assert newest(tmp_path / "resumed") == 5
-    return straight, go(flags, tmp_path / "resumed", **how)
+    return straight, go(flags, tmp_path / "resumed", processes=processes)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def straight_and_resumed(flags: str, tmp_path: Path, **how: int) -> tuple[Path, 
     ],
 )
 def test_five_and_five_steps_are_ten_steps(flags: str, processes: int, tmp_path: Path) -> None:
-    straight, resumed = straight_and_resumed(flags, tmp_path, processes=processes)
+    straight, resumed = straight_and_resumed(flags, tmp_path, processes)
     assert len(steps(straight)) == 10
     assert written(resumed, *ALL_FIELDS) == written(straight, *ALL_FIELDS)
     assert_same_checkpoint(checkpoint(tmp_path / "resumed", 10), checkpoint(tmp_path / "straight", 10))

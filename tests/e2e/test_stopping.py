@@ -62,16 +62,16 @@ def test_exit_duration_saves_after_the_step_and_exits_with_0_on_all_ranks(tmp_pa
     assert outcome.out.count("--exit-duration-in-mins") == 1
 
 
-def interrupted(flags: str, metrics: Path, number: signal.Signals, **how: int) -> tuple[Program, Path]:
+def interrupted(flags: str, metrics: Path, number: signal.Signals, processes: int = 1) -> Program:
     """Start a long run and send it a signal in the middle of its steps."""
-    started = Program(flags, **how)
+    started = Program(flags, processes)
     try:
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, 90)
         started.process.send_signal(number)
     except BaseException:
         started.kill()
         raise
-    return started, metrics
+    return started
 
 
 LONG = f"{MICRO} --train-iters 100000 --exit-signal-handler --save-interval 100000 "
@@ -86,7 +86,7 @@ def test_a_signal_finishes_the_step_and_saves_and_a_resume_continues_bitwise(
     flags = f"{LONG} --num-workers {workers} "
     metrics = tmp_path / "b.jsonl"
     first = f"{flags} --save {tmp_path}/b --metrics-file {metrics}"
-    started, _ = interrupted(first, metrics, number)
+    started = interrupted(first, metrics, number)
     outcome = started.wait()
     assert outcome.code == 0, str(outcome)
     assert started.remaining(10) == []
@@ -103,7 +103,8 @@ def test_a_signal_finishes_the_step_and_saves_and_a_resume_continues_bitwise(
 
 def test_torchruns_sigterm_stops_all_ranks_at_one_step_and_saves(tmp_path: Path) -> None:
     flags = f"{LONG} --save {tmp_path}/c --metrics-file {tmp_path}/m.jsonl"
-    started, metrics = interrupted(flags, tmp_path / "m.jsonl", signal.SIGTERM, processes=2)
+    metrics = tmp_path / "m.jsonl"
+    started = interrupted(flags, metrics, signal.SIGTERM, processes=2)
     outcome = started.wait()
     assert started.remaining(10) == []
     done = len(steps(metrics))
@@ -115,7 +116,7 @@ def test_torchruns_sigterm_stops_all_ranks_at_one_step_and_saves(tmp_path: Path)
 
 def test_an_interrupt_without_the_handler_ends_at_once_with_one_line(tmp_path: Path) -> None:
     flags = f"{MICRO} --train-iters 100000 --num-workers 2 --metrics-file {tmp_path}/m.jsonl"
-    started, _ = interrupted(flags, tmp_path / "m.jsonl", signal.SIGINT)
+    started = interrupted(flags, tmp_path / "m.jsonl", signal.SIGINT)
     outcome = started.wait(30)
     assert outcome.code == 130
     assert outcome.err.strip() == "interrupted"

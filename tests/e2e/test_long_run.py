@@ -1,0 +1,63 @@
+"""A run of many steps needs no more files, threads, processes or memory at its end than near its beginning."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.data.token_files import random_documents, write_tokens
+from tests.e2e.runs import MICRO, MOCK, run, steps
+
+
+def usage() -> dict[str, int]:
+    """This process's open files, threads, children and resident bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "python threads": threading.active_count(),
+        "children": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
+        "bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+def measured(flags: str, interval: int) -> list[dict[str, int]]:
+    """What a run used, after each `interval` steps."""
+    lines = run(f"{flags} --log-interval 50 --num-workers 1", fault=f"measure:0:{interval}").out.splitlines()
+    return [json.loads(line.removeprefix("measured ")) for line in lines if line.startswith("measured ")]
+
+
+def assert_level(usages: list[dict[str, int]], begin: int, growth_in_bytes: float) -> None:
+    """Nothing is more at the end than at measurement `begin`, when all that is made once has been made."""
+    early, late = usages[begin], usages[-1]
+    for name in ("files", "threads", "python threads", "children"):
+        assert late[name] <= early[name], f"{name}: {[usage[name] for usage in usages]}"
+    assert late["bytes"] < early["bytes"] + growth_in_bytes, [usage["bytes"] for usage in usages]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_two_hundred_steps_with_evaluations_and_saves_leak_nothing(tmp_path: Path) -> None:
+    usages = measured(
+        f"{MICRO} --train-iters 220 --eval-interval 20 --eval-iters 1 --save {tmp_path}/c --save-interval 40 "
+        f"--keep-last-checkpoints 2 --metrics-file {tmp_path}/m.jsonl --tensorboard-dir {tmp_path}/tb "
+        f"--timeline {tmp_path}/t",
+        20,
+    )
+    assert len(steps(tmp_path / "m.jsonl")) == 220 and len(usages) == 11
+    assert_level(usages, 2, 30e6)
+    assert len(list((tmp_path / "c").glob("iter_*"))) == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_whole_validations_leak_nothing(tmp_path: Path) -> None:
+    """Each reads its split with a loader of its own."""
+    prefix = write_tokens(tmp_path / "d", random_documents(20, low=10, high=40))
+    paths = f"--train-data-path {prefix} --valid-data-path {prefix} --vocab-size 130"
+    flags = f"{MICRO.replace(MOCK, '')} {paths} --full-validation --eval-iters 1 --eval-interval 2"
+    usages = measured(f"{flags} --train-iters 16", 2)
+    assert len(usages) == 8
+    assert_level(usages, 2, 30e6)

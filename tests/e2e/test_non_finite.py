@@ -1,0 +1,108 @@
+"""A loss or gradient that isn't finite, on one rank alone: all ranks stop or skip together, in every precision."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.runs import MICRO, checkpoint, checkpoint_tensors, largest_difference, records, run, steps
+
+BASE = f"{MICRO} --train-iters 5 --log-interval 4 --hidden-dropout 0 --attention-dropout 0 --save-interval 1 "
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        pytest.param("--clip-grad 1", "nan-gradient:1:3", id="fp32, clip"),
+        pytest.param("--clip-grad 0 --bf16", "inf-gradient:1:3", id="bf16, no clip"),
+        pytest.param("--clip-grad 1 --bf16", "nan-loss:1:3", id="bf16, loss alone"),
+    ],
+)
+def test_stop_is_one_message_that_names_the_iteration(flags: str, fault: str, tmp_path: Path) -> None:
+    outcome = run(f"{BASE} {flags} --save {tmp_path}", 2, fault=fault, check=False)
+    assert outcome.codes == (1, 1)
+    assert "iteration 3" in outcome.err and "--nan-action skip" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert outcome.err.count("error:") == 1
+    # What was saved before is whole.
+    assert not checkpoint(tmp_path, 3).exists()
+    assert all(tensor.isfinite().all() for tensor in checkpoint_tensors(checkpoint(tmp_path, 2)).values())
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("clip", [0, 1])
+def test_skip_leaves_the_state_of_all_ranks_as_it_was(precision: str, clip: int, tmp_path: Path) -> None:
+    metrics = tmp_path / "m.jsonl"
+    flags = f"{BASE} {precision} --clip-grad {clip} --nan-action skip --save {tmp_path} --metrics-file {metrics}"
+    outcome = run(flags, 2, fault="nan-gradient:1:3")
+    assert [step["skipped"] for step in steps(metrics)] == [False, False, True, False, False]
+    assert steps(metrics)[2]["grad_norm"] is None  # JSON knows no NaN
+    before, after, end = (checkpoint_tensors(checkpoint(tmp_path, k)) for k in (2, 3, 5))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(tensor.isfinite().all() for tensor in end.values())
+    assert any(not torch.equal(after[name], end[name]) for name in end)
+    # Lines after steps 1 and 4.
+    lines = [line for line in outcome.out.splitlines() if "elapsed time per iteration" in line]
+    assert len(lines) == 2 and "skipped iterations:   0" in lines[0] and "skipped iterations:   1" in lines[1]
+    losses = [steps(metrics)[k]["lm_loss"] for k in (1, 3)]  # a skipped step's loss is left out
+    assert f"lm loss: {sum(losses) / 2:.6E}" in lines[1]
+
+
+def test_a_skipped_step_on_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:
+    """If one rank skipped and the other didn't, their weights would differ from here on."""
+    for size, rank in ((1, 0), (2, 1)):
+        flags = f"{BASE} --fp64 --nan-action skip --metrics-file {tmp_path}/{size}.jsonl --train-iters 6"
+        run(flags.replace("--save-interval 1", ""), size, fault=f"nan-gradient:{rank}:3")
+    finite = {}
+    for size in (1, 2):
+        path = tmp_path / f"{size}-finite.jsonl"
+        lines = (tmp_path / f"{size}.jsonl").read_text().splitlines(keepends=True)
+        path.write_text("".join(line for number, line in enumerate(lines, 1) if number != 3))
+        finite[size] = path
+    assert largest_difference(finite[2], finite[1]) <= 1e-10
+
+
+def test_a_loss_that_is_not_a_number_is_counted_as_such(tmp_path: Path) -> None:
+    metrics = tmp_path / "m.jsonl"
+    outcome = run(f"{BASE} --nan-action skip --save {tmp_path} --metrics-file {metrics}", 2, fault="nan-loss:1:3")
+    assert steps(metrics)[2]["lm_loss"] is None and steps(metrics)[2]["skipped"] is True
+    line = [line for line in outcome.out.splitlines() if "elapsed time per iteration" in line][1]
+    assert "skipped iterations:   1" in line and "nan iterations:   1" in line
+    assert len(records(metrics)) == 5  # strict JSON
+
+
+def test_a_float16_overflow_lowers_the_scale_by_hysteresis(tmp_path: Path) -> None:
+    """The first bad step is tolerated, each later one halves the scale until gradients fit."""
+    metrics = tmp_path / "m.jsonl"
+    start = 2.0**32
+    flags = f"--fp16 --initial-loss-scale {start:.0f} --hysteresis 2 --lr-decay-style linear --train-iters 40"
+    run(f"{MICRO} {flags} --metrics-file {metrics}", 2)
+    recorded = steps(metrics)
+    bad = next(number for number, step in enumerate(recorded) if not step["skipped"])
+    assert 2 < bad < 35
+    expected = [start, start] + [start / 2**k for k in range(1, bad)]
+    assert [step["loss_scale"] for step in recorded[: bad + 1]] == expected[: bad + 1]
+    assert all(step["skipped"] for step in recorded[:bad])
+    # Skipped steps consume data but move neither the weights nor the learning rate.
+    assert {step["learning_rate"] for step in recorded[: bad + 1]} == {1e-3}
+    assert [step["consumed_samples"] for step in recorded] == [4 * (k + 1) for k in range(40)]
+    assert all(math.isfinite(step["grad_norm"]) for step in recorded[bad:] if not step["skipped"])
+
+
+def test_a_float16_scale_grows_after_a_window_of_good_steps(tmp_path: Path) -> None:
+    metrics = tmp_path / "m.jsonl"
+    flags = "--fp16 --initial-loss-scale 1024 --loss-scale-window 3 --train-iters 8"
+    run(f"{MICRO} {flags} --metrics-file {metrics}")
+    assert [step["loss_scale"] for step in steps(metrics)] == [1024.0] * 3 + [2048.0] * 3 + [4096.0] * 2
+
+
+def test_a_fixed_float16_scale_stays_and_changes_no_result(tmp_path: Path) -> None:
+    for scale in (256, 1024):
+        run(f"{MICRO} --fp16 --loss-scale {scale} --metrics-file {tmp_path}/{scale}.jsonl")
+    a, b = (steps(tmp_path / f"{scale}.jsonl") for scale in (256, 1024))
+    assert {step["loss_scale"] for step in a} == {256.0} and {step["loss_scale"] for step in b} == {1024.0}
+    assert [step["lm_loss"] for step in a] == pytest.approx([step["lm_loss"] for step in b], rel=2e-3)
+    assert [step["grad_norm"] for step in a] == pytest.approx([step["grad_norm"] for step in b], rel=2e-2)
