@@ -15,7 +15,8 @@ from megalite.config.resolve import resolve
 from megalite.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainingConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.estimate.model import training_flops_per_token
-from megalite.models.gpt import GPTStage, plain_info, whole_model
+from megalite.models.gpt import GPTStage, plain_info
+from megalite.models.stages import whole_model
 from megalite.nn.attention_backend import choose_backend
 from megalite.nn.module import Build, initialize, named_specs
 from megalite.optimizer.optimizer import Optimizer

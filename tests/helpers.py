@@ -12,7 +12,8 @@ from megalite.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.param_spec import ParamSpec
-from megalite.models.gpt import GPTStage, StageSpan, whole_model
+from megalite.models.gpt import GPTStage
+from megalite.models.stages import StageSpan, whole_model
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.nn.module import Build, initialize, named_specs
 from megalite.precision.policy import Precision

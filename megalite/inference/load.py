@@ -20,7 +20,8 @@ from megalite.config.schema import RunConfig, TokenizerConfig
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.distributed.launch import choose_device, set_threads
 from megalite.distributed.mesh import Mesh, single_process_mesh
-from megalite.models.gpt import GPTStage, whole_model
+from megalite.models.gpt import GPTStage
+from megalite.models.stages import whole_model
 from megalite.nn.attention_backend import choose_backend
 from megalite.nn.module import Build, named_specs
 from megalite.precision.policy import Precision

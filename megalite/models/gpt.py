@@ -6,11 +6,10 @@ by their global number, perhaps the output. One process owns one stage that has 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
+from megalite.models.stages import StageSpan
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.cross_entropy import vocabulary_parallel_cross_entropy
 from megalite.nn.dropout import hidden_dropout
@@ -20,25 +19,6 @@ from megalite.nn.module import Build, SequenceInfo, ShardedModule
 from megalite.nn.norm import Norm
 from megalite.nn.rotary import rotary_table
 from megalite.nn.transformer import TransformerLayer
-
-
-@dataclass(frozen=True)
-class StageSpan:
-    """What one stage owns: layers [first, last) and whether the embedding and the output are here.
-
-    `tied_stages`: pipeline ranks that hold a copy of the embedding table, where it is shared with the output.
-    """
-
-    first_layer: int
-    last_layer: int
-    has_embedding: bool
-    has_output: bool
-    tied_stages: tuple[int, ...] | None = None
-
-
-def whole_model(num_layers: int) -> StageSpan:
-    """The span of a single stage."""
-    return StageSpan(0, num_layers, True, True)
 
 
 class _Embedding(ShardedModule):

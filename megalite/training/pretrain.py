@@ -29,7 +29,8 @@ from megalite.distributed.collectives import barrier
 from megalite.distributed.launch import Environment, choose_device, set_threads, start
 from megalite.distributed.mesh import Mesh
 from megalite.estimate.model import training_flops_per_token
-from megalite.models.gpt import GPTStage, whole_model
+from megalite.models.gpt import GPTStage
+from megalite.models.stages import whole_model
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.nn.module import Build, initialize, named_specs
 from megalite.optimizer.optimizer import Optimizer

@@ -64,7 +64,7 @@ def test_alone_each_collective_is_the_identity() -> None:
 
 
 def _reductions(mesh: Mesh) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Of the plain and the sequence-parallel reduction: input, output, gradient of the output, gradient of the input."""
+    """Of both reductions: input, output, gradient of the output, gradient of the input."""
     results = {}
     generator = torch.Generator().manual_seed(mesh.rank)
     for name, parallel in (("whole", False), ("part", True)):

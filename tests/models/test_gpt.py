@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megalite.distributed import random
 from megalite.distributed.mesh import single_process_mesh
-from megalite.models.gpt import GPTStage, StageSpan, plain_info
+from megalite.models.gpt import GPTStage, plain_info
+from megalite.models.stages import StageSpan
 from megalite.nn.module import SequenceInfo, named_specs
 from tests.helpers import BF16, FP32, FP64, LLAMA, VOCABULARY, tiny_model, tiny_tokens
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.param_spec import ParamSpec, check_tiling
-from megalite.models.gpt import StageSpan
+from megalite.models.stages import StageSpan
 from tests.helpers import BF16, FP32, FP64, LLAMA, assemble, data_mesh, specs_and_values, tiny_model
 
 GPT2_LIKE: dict[str, Any] = {}

@@ -14,7 +14,8 @@ from megalite.distributed import random
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pool import ProcessPool
-from megalite.models.gpt import GPTStage, StageSpan
+from megalite.models.gpt import GPTStage
+from megalite.models.stages import StageSpan
 from megalite.nn.module import named_specs
 from megalite.optimizer.gradient_norm import combine
 from megalite.optimizer.optimizer import Optimizer
