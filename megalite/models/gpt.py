@@ -17,6 +17,7 @@ from megalite.nn.embedding import PositionEmbedding, VocabularyParallelEmbedding
 from megalite.nn.linear import linear
 from megalite.nn.module import Build, SequenceInfo, ShardedModule
 from megalite.nn.norm import Norm
+from megalite.nn.recompute import rerun
 from megalite.nn.rotary import rotary_table
 from megalite.nn.transformer import TransformerLayer
 
@@ -47,6 +48,8 @@ class _Decoder(ShardedModule):
         super().__init__()
         numbers = range(span.first_layer, span.last_layer)
         self.layers = nn.ModuleDict({str(n): TransformerLayer(build, backend, n) for n in numbers})
+        self.unit = max(1, build.recompute.units)
+        self.recomputed = len(self.layers) if build.recompute.units else build.recompute.first_layers
         self.final_layernorm = None
         if span.has_output:
             assert build.config.hidden_size is not None
@@ -54,8 +57,15 @@ class _Decoder(ShardedModule):
             self.final_layernorm = Norm(build, build.config.hidden_size, partial=partial)
 
     def forward(self, x: Tensor, info: SequenceInfo, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        for layer in self.layers.values():
-            x = layer(x, info, rotary)
+        layers = list(self.layers.values())
+        for first in range(0, len(layers), self.unit):
+
+            def run(x: Tensor, unit: list[nn.Module] = layers[first : first + self.unit]) -> Tensor:
+                for layer in unit:
+                    x = layer(x, info, rotary)
+                return x
+
+            x = rerun(run, x) if first < self.recomputed and torch.is_grad_enabled() else run(x)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
 

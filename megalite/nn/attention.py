@@ -151,7 +151,7 @@ class SelfAttention(ShardedModule):
         assert config.num_attention_heads is not None and config.num_layers is not None
         heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
         queries = heads // groups
-        self.layer, self.width = layer, width
+        self.layer, self.width, self.recompute = layer, width, build.recompute
         self.interleaved = config.rotary_interleaved
         self.local_groups = max(1, groups // place.tp)
         self.local_queries = heads // place.tp // self.local_groups
@@ -186,4 +186,4 @@ class SelfAttention(ShardedModule):
             k = rotate(k, rotary, interleaved=self.interleaved)
         if info.cache is not None:
             k, v = info.cache.update(self.layer, k, v)
-        return self.linear_proj(self.core(q, k, v, info))
+        return self.linear_proj(self.recompute.run("core_attn", self.core, q, k, v, info))

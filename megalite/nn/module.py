@@ -17,6 +17,7 @@ from megalite.config.schema import ModelConfig
 from megalite.distributed import random
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import ParamSpec, Place
+from megalite.nn.recompute import Recompute
 from megalite.nn.weight_gradients import WeightGradients
 from megalite.precision.policy import Precision
 
@@ -29,6 +30,7 @@ class Build:
     mesh: Mesh
     precision: Precision
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
+    recompute: Recompute = field(default_factory=Recompute)
 
     def place(self, stages: tuple[int, ...] | None = None) -> Place:
         """Where this rank's parameters lie."""

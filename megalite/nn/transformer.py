@@ -18,7 +18,7 @@ class TransformerLayer(ShardedModule):
     def __init__(self, build: Build, backend: AttentionBackend, number: int):
         super().__init__()
         assert build.config.hidden_size is not None
-        self.number = number
+        self.number, self.recompute = number, build.recompute
         self.drop = build.config.hidden_dropout
         partial = build.mesh.layout.sequence_parallel
         self.input_layernorm = Norm(build, build.config.hidden_size, partial=partial)
@@ -28,9 +28,10 @@ class TransformerLayer(ShardedModule):
 
     def forward(self, x: Tensor, info: SequenceInfo, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """`x` [s, b, h] → [s, b, h]."""
-        attended = self.self_attention(self.input_layernorm(x), info, rotary)
-        x = x + self._drop(attended, info, "attention output")
-        return x + self._drop(self.mlp(self.pre_mlp_layernorm(x)), info, "mlp output")
+        normed = self.recompute.run("layernorm", self.input_layernorm, x)
+        x = x + self._drop(self.self_attention(normed, info, rotary), info, "attention output")
+        normed = self.recompute.run("layernorm", self.pre_mlp_layernorm, x)
+        return x + self._drop(self.recompute.run("mlp", self.mlp, normed), info, "mlp output")
 
     def _drop(self, x: Tensor, info: SequenceInfo, site: str) -> Tensor:
         return hidden_dropout(x, self.drop, info.dropout_keys, info.token_index, self.number, site)

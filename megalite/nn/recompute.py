@@ -1,0 +1,51 @@
+"""Recomputing activations in the backward instead of keeping them (Chen et al. 2016; Korthikanti et al. 2022).
+
+Key idea: dropout is a function of its place, so running a piece again gives the same bits without any generator state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megalite.config.schema import TrainingConfig
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is recomputed.
+
+    `units`: whole layers, in groups of so many (uniform). `first_layers`: whole layers, this many at the start of each
+    stage (block). `modules`: parts of every layer (selective): core_attn, mlp, layernorm.
+    """
+
+    units: int = 0
+    first_layers: int = 0
+    modules: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_config(cls, config: TrainingConfig) -> Recompute:
+        """Of a resolved configuration."""
+        if config.recompute_granularity == "selective":
+            return cls(modules=frozenset(config.recompute_modules or ["core_attn"]))
+        if config.recompute_granularity == "full":
+            count = config.recompute_num_layers or 1
+            return cls(units=count) if config.recompute_method == "uniform" else cls(first_layers=count)
+        return cls()
+
+    def run(self, module: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """`function(*args)`, recomputed in the backward where `module` is."""
+        return rerun(function, *args) if module in self.modules else function(*args)
+
+
+def rerun(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """`function(*args)` keeping only its arguments; the backward computes it again.
+
+    On CUDA the generator's state is kept, for kernels whose dropout follows it.
+    """
+    on_cuda = any(isinstance(arg, Tensor) and arg.is_cuda for arg in args)
+    return cast(Tensor, checkpoint(function, *args, use_reentrant=False, preserve_rng_state=on_cuda))
