@@ -390,6 +390,11 @@ class RunConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
+    def microbatches_per_step(self, data_parallel_size: int) -> int:
+        """Microbatches of one data-parallel rank in a full global batch, of a resolved configuration."""
+        assert self.training.global_batch_size is not None and self.training.micro_batch_size is not None
+        return self.training.global_batch_size // (self.training.micro_batch_size * data_parallel_size)
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain JSON-ready dictionaries, one a section."""
         return dataclasses.asdict(self)

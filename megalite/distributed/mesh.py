@@ -15,7 +15,16 @@ import torch.distributed as dist
 
 from megalite.distributed.layout import Layout
 
-GROUP_AXES = (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp"), ("pp", "tp"), ("pp", "dp", "cp", "tp"))
+GROUP_AXES = (
+    ("tp",),
+    ("cp",),
+    ("dp",),
+    ("pp",),
+    ("dp", "cp"),
+    ("pp", "tp"),
+    ("pp", "dp", "cp"),
+    ("pp", "dp", "cp", "tp"),
+)
 """The axes along which a mesh has groups."""
 
 
@@ -36,6 +45,7 @@ class Mesh:
     """This process's place in a layout, with a `Group` along each axis.
 
     `tp`, `pp`, `dp`, `cp`: one axis. `dp_cp`: all ranks that hold the same parameters. `model`: one replica (pp x tp).
+    `all_but_tp`: ranks among which a number that tensor-parallel ranks hold alike is summed.
     `world`: all ranks of the layout, which may be the first ranks of a larger torch world (as in the process pool).
     """
 
@@ -54,6 +64,7 @@ class Mesh:
         self.cp = self._group("cp")
         self.dp_cp = self._group("dp", "cp")
         self.model = self._group("pp", "tp")
+        self.all_but_tp = self._group("pp", "dp", "cp")
         self.world = self._group("pp", "dp", "cp", "tp")
 
     def _group(self, *axes: str) -> Group:

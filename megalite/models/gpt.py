@@ -82,7 +82,7 @@ class GPTStage(ShardedModule):
         super().__init__()
         config = build.config
         self.config, self.span, self.vocab_size = config, span, vocab_size
-        self.wide, self.group = build.precision.wide, build.mesh.tp
+        self.wide, self.compute, self.group = build.precision.wide, build.precision.compute, build.mesh.tp
         self.sequence_parallel = build.mesh.layout.sequence_parallel
         self.weight_gradients = build.weight_gradients
         tied = not config.untie_embeddings_and_output_weights

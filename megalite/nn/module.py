@@ -6,7 +6,7 @@ the parameter in the model, and layers are keyed by their global number, so no n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -91,6 +91,12 @@ def named_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamSpec
             if parameter not in seen:
                 seen.add(parameter)
                 yield f"{prefix}.{name}" if prefix else name, parameter, spec
+
+
+def specs_of(stages: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter, ParamSpec]]:
+    """`named_specs` of several parts of one model, such as a rank's pipeline chunks."""
+    for stage in stages:
+        yield from named_specs(stage)
 
 
 @torch.no_grad()

@@ -37,6 +37,13 @@ class BatchSchedule:
         """Whether the size will not change any more."""
         return consumed >= self.stages[-1][0]
 
+    def total_iterations(self, config: RunConfig) -> int:
+        """Steps of the whole run."""
+        if config.training.train_samples is not None:
+            return self.iterations_for(config.training.train_samples)
+        assert config.training.train_iters is not None
+        return config.training.train_iters
+
     def samples_after(self, iterations: int) -> int:
         """Samples consumed by the first `iterations` steps."""
         consumed = 0

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "pretrain_gpt.py"
 FAULTY_SCRIPT = ROOT / "tests" / "e2e" / "faults.py"
 MARK = "MEGALITE_TEST_RUN"
+PRELOADED = ["megalite.training.pretrain", "torch._dynamo"]  # the latter comes with any of torch's optimizers
 
 MOCK = "--mock-data "
 _COMMON = (
@@ -81,27 +83,36 @@ class Outcome:
 
 
 def run(
-    flags: str, processes: int = 1, *, fault: str | None = None, timeout: float = 100.0, check: bool = True
+    flags: str,
+    processes: int = 1,
+    *,
+    fault: str | None = None,
+    timeout: float = 100.0,
+    check: bool = True,
+    environment: dict[str, str] | None = None,
 ) -> Outcome:
-    """Run the program in `processes` fresh processes. With `check` they must all exit with 0."""
+    """Run the program in `processes` fresh processes. With `check` they must all exit with 0. `environment`: for a
+    single process."""
     with tempfile.TemporaryDirectory() as folder:
-        outcome = _run(shlex.split(flags), processes, fault, timeout, Path(folder))
+        outcome = _run(shlex.split(flags), processes, fault, timeout, Path(folder), environment or {})
     if check:
         assert outcome.code == 0, str(outcome)
     return outcome
 
 
-def _run(argv: list[str], size: int, fault: str | None, timeout: float, folder: Path) -> Outcome:
+def _run(
+    argv: list[str], size: int, fault: str | None, timeout: float, folder: Path, environment: dict[str, str]
+) -> Outcome:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megalite.training.pretrain"])
+    context.set_forkserver_preload(PRELOADED)
     # As torchrun does: the launcher holds the store, on a port that the system chose.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if size > 1 else None
-    environment = {} if store is None else _worker_environment(size, store.port)
+    shared = {} if store is None else _worker_environment(size, store.port)
     begin = time.monotonic()
     method = multiprocessing.get_start_method()
     workers = []
     for rank in range(size):
-        ranked = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if store is not None else {}
+        ranked = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if store is not None else environment
         arguments = (argv, ranked, fault, folder / f"{rank}.out", folder / f"{rank}.err", method)
         workers.append(context.Process(target=_work, args=arguments))
         workers[-1].start()
@@ -301,7 +312,9 @@ def checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
         for key, entry in reader.read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 

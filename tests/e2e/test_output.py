@@ -170,6 +170,12 @@ def test_the_profile_covers_the_steps_asked_for(outcome: Outcome, folder: Path) 
         assert optimizer_steps == 2  # of steps 2 and 3
 
 
+def test_a_profile_that_the_end_of_the_run_cuts_short_is_written(tmp_path: Path) -> None:
+    flags = f"--train-iters 3 --profile --profile-step-start 2 --profile-step-end 9 --tensorboard-dir {tmp_path}"
+    run(f"{MICRO} {flags}")
+    assert "traceEvents" in json.loads((tmp_path / "rank_0.json").read_text())
+
+
 def test_timers_are_reported_with_the_log_lines(outcome: Outcome) -> None:
     timed = [line for line in outcome.out.splitlines() if line.startswith(" time per iteration (ms)")]
     assert len(timed) == 2  # after steps 3 and 6

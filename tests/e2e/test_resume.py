@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.runs import (
     MICRO,
@@ -55,7 +56,7 @@ def straight_and_resumed(flags: str, tmp_path: Path, processes: int) -> tuple[Pa
     [
         pytest.param("", 1, id="fp32"),
         pytest.param("--num-workers 2", 1, id="workers"),
-        pytest.param("--num-workers 2 --bf16", 2, id="bf16, 2 processes"),
+        pytest.param("--num-workers 2 --bf16 --eval-interval 2 --eval-iters 1", 2, id="bf16, 2 processes, evaluations"),
         pytest.param("--fp16 --initial-loss-scale 65536 --loss-scale-window 3", 1, id="fp16"),
         pytest.param("--optimizer sgd --dataloader-type cyclic", 1, id="sgd, cyclic"),
         pytest.param(
@@ -70,6 +71,7 @@ def test_five_and_five_steps_are_ten_steps(flags: str, processes: int, tmp_path:
     straight, resumed = straight_and_resumed(flags, tmp_path, processes)
     assert len(steps(straight)) == 10
     assert written(resumed, *ALL_FIELDS) == written(straight, *ALL_FIELDS)
+    assert evaluations(resumed, exact=True) == evaluations(straight, exact=True)
     assert_same_checkpoint(checkpoint(tmp_path / "resumed", 10), checkpoint(tmp_path / "straight", 10))
     assert sum(step["skipped"] for step in steps(straight)) <= 2
 
@@ -127,6 +129,18 @@ def test_metrics_lines_beyond_the_resumed_iteration_are_removed(tmp_path: Path) 
     go("--exit-interval 6 --eval-interval 5 --eval-iters 1", tmp_path)
     assert written(metrics) == whole[:6]
     assert [record["iteration"] for record in evaluations(metrics)] == [5]
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    """A run that is lost after iteration 10 resumes from its checkpoint of iteration 4."""
+    flags = f"--save-interval 4 --tensorboard-dir {tmp_path}/tb"
+    go(flags, tmp_path / "a")
+    resumed = go(f"{flags} --ckpt-step 4", tmp_path / "b", load=tmp_path / "a")
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 11))
+    values = [event.value for event in events.Scalars("lm loss")][4:]
+    assert values == pytest.approx([step["lm_loss"] for step in steps(resumed)], rel=1e-6)
 
 
 def test_a_fresh_run_starts_its_metrics_file_afresh(tmp_path: Path) -> None:
