@@ -18,6 +18,8 @@ _SHOWN = 4
 class CheckpointError(UserError):
     """A checkpoint could not be written, or is missing, damaged or of another network. Names the file or the keys."""
 
+    everywhere = True  # raised by `agree`, or from what all ranks read alike
+
 
 def reason(error: BaseException) -> str:
     """What the operating system said, where `error` hides it: to torch's writer a full disk is a wrong position."""

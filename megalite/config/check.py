@@ -25,9 +25,7 @@ from megalite.config.schema import RunConfig
 # Values beside the default with which a planned feature stays off.
 NEUTRAL = {
     "layout.data_parallel_sharding_strategy": "no_shard",
-    "layout.num_virtual_stages_per_pipeline_rank": 1,
 }
-BUILT_SCHEDULES = ("auto", "1f1b")
 
 
 def check(config: RunConfig, world_size: int) -> list[str]:
@@ -60,8 +58,6 @@ def not_built(config: RunConfig) -> list[str]:
         value = get(config, field.path)
         if field.planned and value != field.default and value != NEUTRAL.get(field.path, field.default):
             lines.append(f"{field.show(value)}: {field.planned} is not built yet")
-    if config.layout.pipeline_schedule not in BUILT_SCHEDULES:
-        lines.append(f"--pipeline-schedule {config.layout.pipeline_schedule}: this schedule is not built yet")
     return lines
 
 
@@ -97,6 +93,8 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         yield "without --profile", ["logging.profile_step_start", "logging.profile_step_end"]
     if not config.model.use_rope_scaling:
         yield "without --use-rope-scaling", ["model.rope_scaling_factor"]
+    if config.data.mock_data:
+        yield "with --mock-data", ["data.split", "data.data_cache_path", "data.mmap_bin_files"]
     if config.learning_rate.lr_decay_style != "WSD":
         yield "without --lr-decay-style WSD", ["learning_rate.lr_wsd_decay_style"]
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 class UserError(ValueError):
     """A mistake in flags, files or data. Its message names the flag, file or line and says what would be valid.
 
-    Entry points print the message without a traceback.
+    Entry points print the message without a traceback. `everywhere`: all ranks raise it alike, so one speaks for all.
     """
+
+    everywhere = False
 
 
 class FlagError(UserError):

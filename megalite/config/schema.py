@@ -91,34 +91,22 @@ class ModelConfig:
 class LayoutConfig:
     """How the work is cut over processes."""
 
-    tensor_model_parallel_size: int = flag(1, "ranks that share every layer's matrices", planned="tensor parallelism")
-    pipeline_model_parallel_size: int = flag(1, "stages that share the layers", planned="pipeline parallelism")
+    tensor_model_parallel_size: int = flag(1, "ranks that share every layer's matrices")
+    pipeline_model_parallel_size: int = flag(1, "stages that share the layers")
     context_parallel_size: int = flag(1, "ranks that share every sequence", planned="context parallelism")
     expert_model_parallel_size: int = flag(1, "ranks that share the experts", planned="expert parallelism")
-    sequence_parallel: bool = flag(
-        False, "cut activations between blocks along the sequence over the TP ranks", planned="sequence parallelism"
-    )
+    sequence_parallel: bool = flag(False, "cut activations between blocks along the sequence over the TP ranks")
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "layers in one model chunk of the interleaved schedule", planned="interleaved pipeline"
+        None, "layers in one model chunk of the interleaved schedule"
     )
-    num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "model chunks per pipeline rank", planned="interleaved pipeline"
-    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "model chunks per pipeline rank")
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
-        None, "microbatches run on one chunk before the next chunk's turn", planned="interleaved pipeline"
+        None, "microbatches run on one chunk before the next chunk's turn"
     )
-    decoder_first_pipeline_num_layers: int | None = flag(
-        None, "layers on the first stage", planned="uneven pipeline stages"
-    )
-    decoder_last_pipeline_num_layers: int | None = flag(
-        None, "layers on the last stage", planned="uneven pipeline stages"
-    )
-    account_for_embedding_in_pipeline_split: bool = flag(
-        False, "count the embedding as a layer when cutting stages", planned="uneven pipeline stages"
-    )
-    account_for_loss_in_pipeline_split: bool = flag(
-        False, "count the output layer as a layer when cutting stages", planned="uneven pipeline stages"
-    )
+    decoder_first_pipeline_num_layers: int | None = flag(None, "layers on the first stage")
+    decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last stage")
+    account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as a layer when cutting stages")
+    account_for_loss_in_pipeline_split: bool = flag(False, "count the output layer as a layer when cutting stages")
     pipeline_schedule: str = flag(
         "auto",
         "order of a pipeline's work; auto: interleaved where virtual stages are asked for, else 1f1b",
@@ -218,21 +206,11 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes")
     exit_signal_handler: bool = flag(False, "on SIGTERM or SIGINT finish the step, save and exit 0")
     seed: int = flag(1234, "of initialisation, data order and dropout")
-    recompute_activations: bool = flag(
-        False, "short for --recompute-granularity selective", planned="activation recompute"
-    )
-    recompute_granularity: str | None = flag(
-        None, "what to recompute in the backward", choices=("full", "selective"), planned="activation recompute"
-    )
-    recompute_method: str | None = flag(
-        None, "which layers recompute fully", choices=("uniform", "block"), planned="activation recompute"
-    )
-    recompute_num_layers: int | None = flag(
-        None, "layers per unit (uniform) or per stage (block)", planned="activation recompute"
-    )
-    recompute_modules: list[str] | None = flag(
-        None, "modules that selective recompute covers", planned="activation recompute"
-    )
+    recompute_activations: bool = flag(False, "short for --recompute-granularity selective")
+    recompute_granularity: str | None = flag(None, "what to recompute in the backward", choices=("full", "selective"))
+    recompute_method: str | None = flag(None, "which layers recompute fully", choices=("uniform", "block"))
+    recompute_num_layers: int | None = flag(None, "layers per unit (uniform) or per stage (block)")
+    recompute_modules: list[str] | None = flag(None, "modules that selective recompute covers")
     deterministic_mode: bool = flag(False, "only deterministic kernels (the CPU needs no asking)")
     calculate_per_token_loss: bool = flag(False, "accepted: the loss is always the mean over all tokens of the batch")
     nan_action: str | None = flag(

@@ -145,7 +145,8 @@ def _fail(error: BaseException, environment: Environment) -> None:
     if shared_launch and environment.rank != 0:
         time.sleep(_GRACE)
     if isinstance(error, UserError):
-        _say(f"error: {error}")
+        if not error.everywhere or environment.rank == 0:
+            _say(f"error: {error}")
     elif environment.under_torchrun and isinstance(error, Exception):
         get_error_handler().record_exception(error)  # torchrun prints it in its summary
     else:

@@ -174,9 +174,12 @@ class SelfAttention(ShardedModule):
         )
 
     def forward(self, x: Tensor, info: SequenceInfo, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """`x` [s, b, h] → [s, b, h]; `rotary`: cosines and sines for the tokens here."""
+        """`x` [s, b, h] → [s, b, h], with sequence parallelism this rank's part of s.
+
+        `rotary`: cosines and sines of the whole sequence.
+        """
         fused = self.linear_qkv(x)
-        fused = fused.view(*x.shape[:2], self.local_groups, self.local_queries + 2, self.width)
+        fused = fused.view(*fused.shape[:2], self.local_groups, self.local_queries + 2, self.width)
         q = fused[..., : self.local_queries, :].flatten(2, 3)
         k, v = fused[..., self.local_queries, :], fused[..., self.local_queries + 1, :]
         if self.q_layernorm is not None and self.k_layernorm is not None:

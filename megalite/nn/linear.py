@@ -27,6 +27,7 @@ from megalite.nn.module import Build, ShardedModule
 from megalite.nn.weight_gradients import WeightGradients
 
 
+@torch.no_grad()
 def accumulate_weight_gradient(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
     """main_grad += grad^T x: grad [tokens, out] and x [tokens, in] in the compute dtype, main_grad [out, in] wide."""
     if main_grad.dtype == grad.dtype:

@@ -122,7 +122,7 @@ def _split_steps(spans: list[Span]) -> list[list[Span]]:
 
 def median_costs(steps: list[Timeline]) -> Costs:
     """The median time of each (rank, kind, chunk) over the microbatches of `steps`, for `simulate`; messages cost
-    nothing. An action of a kind that wasn't measured is a KeyError."""
+    nothing. The cost of what wasn't measured is a UserError."""
     times: dict[tuple[int, str, int], list[float]] = defaultdict(list)
     for step in steps:
         for rank, spans in enumerate(step.ranks):
@@ -131,6 +131,12 @@ def median_costs(steps: list[Timeline]) -> Costs:
     medians = {key: statistics.median(values) for key, values in times.items()}
 
     def costs(rank: int, action: Action) -> float:
-        return 0.0 if action.kind in COMMUNICATION else medians[rank, action.kind, action.chunk]
+        if action.kind in COMMUNICATION:
+            return 0.0
+        if (rank, action.kind, action.chunk) not in medians:
+            raise UserError(
+                f"the run has no {action.kind} of chunk {action.chunk} on rank {rank} to take the cost from"
+            )
+        return medians[rank, action.kind, action.chunk]
 
     return costs

@@ -1,32 +1,44 @@
-"""Computes the actions of a schedule on a GPT stage.
+"""Computes the actions of a schedule on a rank's chunks of a GPT.
 
 Key idea: a token's loss is scaled by loss scale / tokens of the whole global batch, counted before the first forward;
-so gradients land in the main-gradient buffers with their final meaning and are only ever summed.
+so gradients land in the main-gradient buffers with their final meaning and are only ever summed. What crosses a stage
+boundary leaves without its graph: the graph is kept by its edge, so the activation is freed once it was sent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.data.microbatch import Microbatch
 from megalite.distributed import random
+from megalite.distributed.mesh import Mesh
 from megalite.models.gpt import GPTStage
 from megalite.nn.attention import cumulative_lengths
 from megalite.nn.module import SequenceInfo
 
+Tensors = dict[str, Tensor]
+HIDDEN = "hidden"  # activations between stages: [s, b, h], with sequence parallelism this rank's part of s
 
-def move(batch: Microbatch, device: torch.device, dropout_key: Tensor | None = None) -> tuple[Microbatch, SequenceInfo]:
-    """A microbatch on the device, and what a forward needs to know of it. `dropout_key`: the run's, None in
+
+def move(batch: Microbatch, mesh: Mesh, dropout_key: Tensor | None = None) -> tuple[Microbatch, SequenceInfo]:
+    """A microbatch on the mesh's device, and what a forward needs to know of it. `dropout_key`: the run's, None in
     evaluation."""
-    borders = None
+    device, borders = mesh.device, None
     if batch.document_ids is not None and device.type == "cuda":
         # Their number is data: found on the host, so that nothing waits for the device.
         borders = cumulative_lengths(batch.document_ids).to(device, non_blocking=True)
     batch = batch.to(device)
+    token_index = torch.arange(batch.tokens.shape[1], device=device)
+    if mesh.layout.sequence_parallel:
+        token_index = token_index.chunk(mesh.tp.size)[mesh.tp.rank]
     info = SequenceInfo(
         position_ids=batch.position_ids,
-        token_index=torch.arange(batch.tokens.shape[1], device=device),
+        token_index=token_index,
         document_ids=batch.document_ids,
         document_borders=borders,
         dropout_keys=None if dropout_key is None else random.fold(dropout_key.to(device), batch.sample_ids),
@@ -34,42 +46,93 @@ def move(batch: Microbatch, device: torch.device, dropout_key: Tensor | None = N
     return batch, info
 
 
-class GPTExecutor:
-    """Forward and backward of the microbatches of one step."""
+@dataclass(frozen=True)
+class _Kept:
+    """What the backward of one (chunk, microbatch) needs: where its graph begins and ends."""
 
-    def __init__(self, stage: GPTStage, device: torch.device, *, label_smoothing: float):
-        self.stage, self.device, self.label_smoothing = stage, device, label_smoothing
+    edge: GradientEdge
+    input: Tensor | None  # None where the stage begins with the embedding
+
+
+class GPTExecutor:
+    """Forward and backward of one rank's chunks on the microbatches of one step."""
+
+    def __init__(self, stages: Sequence[GPTStage], mesh: Mesh, *, label_smoothing: float):
+        self.stages, self.mesh, self.label_smoothing = list(stages), mesh, label_smoothing
         self._microbatches: list[Microbatch] = []
-        self._roots: dict[int, Tensor] = {}
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._weight_jobs: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._scale: Tensor | float = 1.0
         self._dropout_key: Tensor | None = None
         self._training = False
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def begin(
         self, microbatches: list[Microbatch], *, scale: Tensor | float = 1.0, dropout_key: Tensor | None = None
     ) -> None:
         """Set the microbatches of a step. `scale` multiplies the summed loss before its backward. Without a
-        `dropout_key` it is an evaluation. `loss_sum` starts from zero."""
+        `dropout_key` it is an evaluation. `loss_sum`, which only ranks of the last stage add to, starts from zero."""
         self._microbatches = microbatches
         self._training = dropout_key is not None
         self._dropout_key = dropout_key
         self._scale = scale
-        self._roots.clear()
+        self._kept.clear()
         self.loss_sum.zero_()
 
-    def forward(self, chunk: int, microbatch: int) -> None:
-        """Add this microbatch's loss to `loss_sum`; in training keep the graph."""
-        batch, info = move(self._microbatches[microbatch], self.device, self._dropout_key)
-        with torch.set_grad_enabled(self._training):
-            hidden = self.stage(batch.tokens, info)
-            smoothing = self.label_smoothing if self._training else 0.0
-            losses = self.stage.token_losses(hidden, batch.labels, label_smoothing=smoothing)
-            total = losses.where(batch.loss_mask.t(), 0.0).sum()
-        self.loss_sum += total.detach()
-        if self._training:
-            self._roots[microbatch] = total * self._scale
+    def expected_inputs(self, chunk: int, microbatch: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what a chunk's forward gets from the previous stage."""
+        batch, length = self._microbatches[microbatch].tokens.shape
+        if self.mesh.layout.sequence_parallel:
+            length //= self.mesh.tp.size
+        hidden = self.stages[chunk].config.hidden_size
+        assert hidden is not None
+        return {HIDDEN: ((length, batch, hidden), self.stages[chunk].compute)}
 
-    def backward(self, chunk: int, microbatch: int) -> None:
-        """Accumulate the gradients of this microbatch."""
-        self._roots.pop(microbatch).backward()
+    def forward(self, chunk: int, microbatch: int, inputs: Tensors | None = None) -> Tensors | None:
+        """Run a chunk. The last stage adds its loss to `loss_sum`; others return what the next one needs."""
+        stage = self.stages[chunk]
+        batch, info = move(self._microbatches[microbatch], self.mesh, self._dropout_key)
+        received = None
+        if not stage.span.has_embedding:
+            assert inputs is not None
+            received = inputs[HIDDEN].detach().requires_grad_(self._training)
+        with torch.set_grad_enabled(self._training):
+            result = stage(batch.tokens if received is None else received, info)
+            if stage.span.has_output:
+                result = self._loss(stage, result, batch)
+        if self._training:
+            self._kept[chunk, microbatch] = _Kept(get_gradient_edge(result), received)
+        return None if stage.span.has_output else {HIDDEN: result.detach()}
+
+    def _loss(self, stage: GPTStage, hidden: Tensor, batch: Microbatch) -> Tensor:
+        """The summed loss of a microbatch's unmasked tokens, scaled for its backward."""
+        smoothing = self.label_smoothing if self._training else 0.0
+        losses = stage.token_losses(hidden, batch.labels, label_smoothing=smoothing)
+        total = losses.where(batch.loss_mask.t(), 0.0).sum()
+        self.loss_sum += total.detach()
+        return total * self._scale
+
+    def backward(self, chunk: int, microbatch: int, output_grads: Tensors | None = None) -> Tensors | None:
+        """Accumulate the gradients of a chunk's parameters; return those of its inputs."""
+        kept = self._kept.pop((chunk, microbatch))
+        grad = None if output_grads is None else output_grads[HIDDEN]
+        torch.autograd.backward([kept.edge], None if grad is None else [grad])
+        if kept.input is None:
+            return None
+        assert kept.input.grad is not None
+        return {HIDDEN: kept.input.grad}
+
+    def backward_input(self, chunk: int, microbatch: int, output_grads: Tensors | None = None) -> Tensors | None:
+        """As `backward`, but the weight gradients of linear layers wait for `backward_weight`."""
+        gradients = self.stages[chunk].weight_gradients
+        gradients.deferred = True
+        try:
+            return self.backward(chunk, microbatch, output_grads)
+        finally:
+            gradients.deferred = False
+            self._weight_jobs[chunk, microbatch] = gradients.take()
+
+    def backward_weight(self, chunk: int, microbatch: int) -> None:
+        """The rest of `backward_input`."""
+        for job in self._weight_jobs.pop((chunk, microbatch)):
+            job()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megalite.config.schema import RunConfig
-from megalite.data.microbatch import Microbatch
 from megalite.training.evaluate import Evaluator
 from megalite.training.metrics import EvaluationRecord, Sink
 from megalite.training.profiling import Profiler
@@ -16,15 +15,14 @@ from megalite.training.trainer import Trainer
 
 @dataclass
 class Loop:
-    """`save` writes a checkpoint of the trainer's present state. `valid` and `test` are None where there is no such
-    data or it isn't wanted."""
+    """`save` writes a checkpoint of the trainer's present state. `splits`: which of valid and test have data and are
+    wanted."""
 
     config: RunConfig
     trainer: Trainer
     evaluator: Evaluator
     total_iterations: int
-    valid: Iterator[Microbatch] | None
-    test: Iterator[Microbatch] | None
+    splits: list[str]
     sinks: list[Sink]
     stops: StopRequests
     profiler: Profiler
@@ -38,10 +36,10 @@ class Loop:
             stopped = self._train()
         if not stopped:
             iteration = self.trainer.state.iteration
-            if self.valid is not None and not self._due(self.config.validation.eval_interval, iteration, trained=True):
-                self._evaluate("valid", self.valid)
-            if self.test is not None:
-                self._evaluate("test", self.test)
+            if not self._due(self.config.validation.eval_interval, iteration, trained=True):
+                self._evaluate("valid")
+            self._evaluate("test")
+        self.profiler.close()
         for sink in self.sinks:
             sink.close()
 
@@ -56,8 +54,8 @@ class Loop:
             for sink in self.sinks:
                 sink.step(record)
             self._report_timers()
-            if self.valid is not None and self._due(config.validation.eval_interval, state.iteration):
-                self._evaluate("valid", self.valid)
+            if self._due(config.validation.eval_interval, state.iteration):
+                self._evaluate("valid")
             if self._due(config.checkpoint.save_interval, state.iteration):
                 self.save()
                 saved = state.iteration
@@ -78,9 +76,11 @@ class Loop:
             return False
         return interval is not None and iteration > 0 and iteration % interval == 0
 
-    def _evaluate(self, split: str, microbatches: Iterator[Microbatch]) -> None:
+    def _evaluate(self, split: str) -> None:
+        if split not in self.splits:
+            return
         state = self.trainer.state
-        loss = self.evaluator.run(split, microbatches)
+        loss = self.evaluator.run(split)
         validation, training = self.config.validation, self.config.training
         if split == "valid" and not validation.full_validation:
             assert training.global_batch_size is not None

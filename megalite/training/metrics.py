@@ -6,6 +6,7 @@ sinks, since every rank holds the same numbers.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -267,6 +268,36 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self.run.finish()
+
+
+def check_sinks(config: RunConfig) -> list[str]:
+    """Problems with what the flags that name outputs need."""
+    logging = config.logging
+    problems = []
+    if logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        problems.append(f"--wandb-project {logging.wandb_project} needs the package wandb: pip install wandb")
+    folders = {
+        "--metrics-file": logging.metrics_file and Path(logging.metrics_file).parent,
+        "--tensorboard-dir": logging.tensorboard_dir and Path(logging.tensorboard_dir),
+        "--timeline": logging.timeline and Path(logging.timeline),
+        "--dump-grads": config.training.dump_grads and Path(config.training.dump_grads),
+        "--save": config.checkpoint.save and Path(config.checkpoint.save),
+    }
+    for flag, folder in folders.items():
+        if isinstance(folder, Path) and (reason := _unwritable(folder)):
+            problems.append(f"{flag}: {reason}")
+    if logging.metrics_file is not None and Path(logging.metrics_file).is_dir():
+        problems.append(f"--metrics-file {logging.metrics_file} is a folder: name a file")
+    return problems
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why a folder can't be made or written to, or None. Makes it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{folder} can't be made: {error.strerror}"
+    return None if os.access(folder, os.W_OK) else f"{folder} is not writable"
 
 
 def make_sinks(config: RunConfig, total_iterations: int, resume_iteration: int) -> list[Sink]:

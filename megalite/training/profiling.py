@@ -29,11 +29,17 @@ class Profiler:
             self._profile = torch.profiler.profile()
             self._profile.__enter__()
         yield
-        if self._profile is not None and iteration + 1 >= self.config.profile_step_end:
-            self._profile.__exit__(None, None, None)
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            self._profile.export_chrome_trace(str(self.target))
-            self._profile = None
+        if iteration + 1 >= self.config.profile_step_end:
+            self.close()
+
+    def close(self) -> None:
+        """Write the trace of what was profiled, if anything."""
+        if self._profile is None:
+            return
+        self._profile.__exit__(None, None, None)
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(self.target))
+        self._profile = None
 
 
 class Timeline:

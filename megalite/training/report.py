@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megalite.config.schema import RunConfig
 from megalite.data.gpt_dataset import Datasets
 from megalite.distributed.mesh import Mesh
@@ -9,6 +11,7 @@ from megalite.estimate.memory import estimate_memory
 from megalite.estimate.model import count_parameters, training_flops_per_token
 from megalite.models.gpt import GPTStage
 from megalite.nn.attention_backend import AttentionBackend
+from megalite.nn.embedding import padded_vocabulary
 from megalite.optimizer.optimizer import Optimizer
 from megalite.precision.policy import Precision
 from megalite.training.state import TrainingState
@@ -23,22 +26,25 @@ def size(count: float, unit: str = "B") -> str:
     raise AssertionError
 
 
-def _model_lines(config: RunConfig, stage: GPTStage) -> list[str]:
-    total = count_parameters(config.model, stage.vocab_size).total
-    local = sum(parameter.numel() for parameter in stage.parameters())
-    rows = stage.output_weight.shape[0] * stage.group.size
+def _local_parameters(stages: Sequence[GPTStage]) -> int:
+    return sum(parameter.numel() for stage in stages for parameter in stage.parameters())
+
+
+def _model_lines(config: RunConfig, stages: Sequence[GPTStage], mesh: Mesh) -> list[str]:
+    vocab_size = stages[0].vocab_size
+    rows = padded_vocabulary(vocab_size, config.model.make_vocab_size_divisible_by, mesh.tp.size)
     assert config.data.seq_length is not None
-    flops = training_flops_per_token(config.model, stage.vocab_size, config.data.seq_length)
+    flops = training_flops_per_token(config.model, vocab_size, config.data.seq_length)
+    total = count_parameters(config.model, vocab_size).total
     return [
-        f"parameters: {total:,} in all, {local:,} on this rank",
-        f"vocabulary: {stage.vocab_size:,}, {rows:,} rows in memory",
+        f"parameters: {total:,} in all, {_local_parameters(stages):,} on this rank",
+        f"vocabulary: {vocab_size:,}, {rows:,} rows in memory",
         f"training FLOPs per token: {flops:.4g}",
     ]
 
 
-def _memory_line(config: RunConfig, stage: GPTStage, backend: AttentionBackend) -> str:
-    local = sum(parameter.numel() for parameter in stage.parameters())
-    memory = estimate_memory(config, local, fused_attention=backend.kernel != "unfused")
+def _memory_line(config: RunConfig, stages: Sequence[GPTStage], backend: AttentionBackend) -> str:
+    memory = estimate_memory(config, _local_parameters(stages), fused_attention=backend.kernel != "unfused")
     return (
         f"predicted memory per rank: {size(memory.total)} = parameters {size(memory.parameters)} "
         f"+ main gradients {size(memory.main_gradients)} + main parameters {size(memory.main_parameters)} "
@@ -49,7 +55,10 @@ def _memory_line(config: RunConfig, stage: GPTStage, backend: AttentionBackend) 
 def _layout_line(config: RunConfig, mesh: Mesh, threads: int) -> str:
     layout = mesh.layout
     sizes = f"TP {layout.tp} x PP {layout.pp} x DP {layout.dp} x CP {layout.cp} = {layout.world_size} processes"
-    return f"layout: {sizes} on {mesh.device.type}, {threads} threads each"
+    extra = ", sequence parallel" if layout.sequence_parallel else ""
+    if layout.pp > 1:
+        extra += f", schedule {config.layout.pipeline_schedule}"
+    return f"layout: {sizes} on {mesh.device.type}, {threads} threads each{extra}"
 
 
 def opening_block(
@@ -57,7 +66,7 @@ def opening_block(
     *,
     mesh: Mesh,
     threads: int,
-    stage: GPTStage,
+    stages: Sequence[GPTStage],
     backend: AttentionBackend,
     precision: Precision,
     optimizer: Optimizer,
@@ -69,13 +78,13 @@ def opening_block(
     training = config.training
     norm = f"torch {config.model.normalization}"
     lines = [
-        *_model_lines(config, stage),
+        *_model_lines(config, stages, mesh),
         _layout_line(config, mesh, threads),
         f"precision: {precision.name}; attention: {backend.kernel} ({backend.reason}); norm: {norm}; "
         f"optimizer: {optimizer.description}",
         f"batch: {training.global_batch_size} sequences of {config.data.seq_length} tokens a step, micro batch "
         f"{training.micro_batch_size}; {total_iterations:,} steps, starting after {state.iteration:,}",
         *(f"data: {summary.line()}" for summary in datasets.summaries),
-        _memory_line(config, stage, backend),
+        _memory_line(config, stages, backend),
     ]
     return "\n".join(["=" * 80, *(f" {line}" for line in lines), "=" * 80])

@@ -7,7 +7,7 @@ run's main parameters as its weights, and the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megalite.config.schema import CheckpointConfig, RunConfig
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import ParamSpec
 from megalite.models.gpt import GPTStage
-from megalite.nn.module import named_specs
+from megalite.nn.module import specs_of
 from megalite.optimizer.optimizer import Optimizer
 from megalite.optimizer.schedule import Schedule
 from megalite.precision.loss_scaler import LossScaler
@@ -30,9 +30,9 @@ from megalite.training.state import TrainingState
 Entry = tuple[str, Tensor, ParamSpec]
 
 
-def entries(stage: GPTStage, optimizer: Optimizer | None) -> Iterator[Entry]:
+def entries(stages: Sequence[GPTStage], optimizer: Optimizer | None) -> Iterator[Entry]:
     """Everything that a checkpoint holds as tensors."""
-    for name, parameter, spec in named_specs(stage):
+    for name, parameter, spec in specs_of(stages):
         yield f"model.{name}", parameter.detach(), spec
     if optimizer is not None:
         for name, tensor, spec in optimizer.named_state():
@@ -73,7 +73,7 @@ def load(
     *,
     config: RunConfig,
     mesh: Mesh,
-    stage: GPTStage,
+    stages: Sequence[GPTStage],
     optimizer: Optimizer,
     scaler: LossScaler,
     schedule: Schedule,
@@ -88,7 +88,7 @@ def load(
             f"{directory.path} holds no optimizer state: load its weights alone with --no-load-optim or --finetune"
         )
     half = optimizer.precision.needs_main_parameters
-    wanted = entries(stage, optimizer if with_optimizer else None)
+    wanted = entries(stages, optimizer if with_optimizer else None)
     load_checkpoint(
         directory,
         mesh=mesh,

@@ -23,17 +23,19 @@ from megalite.distributed.mesh import Mesh
 from megalite.optimizer.optimizer import Optimizer, StepResult
 from megalite.optimizer.schedule import BatchSchedule, Schedule
 from megalite.pipeline.runtime import PipelineRuntime
-from megalite.pipeline.schedules import one_forward_one_backward
 from megalite.precision.loss_scaler import LossScaler
 from megalite.training.dump import dump_gradients
 from megalite.training.executor import GPTExecutor
 from megalite.training.metrics import StepRecord
+from megalite.training.plan import Plan
 from megalite.training.state import TrainingState
 from megalite.training.timers import Timers
 
 
 class NonFiniteError(UserError):
     """A loss or gradient norm that isn't finite, with `--nan-action stop`."""
+
+    everywhere = True
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Trainer:
     mesh: Mesh
     executor: GPTExecutor
     runtime: PipelineRuntime
+    plan: Plan
     optimizer: Optimizer
     scaler: LossScaler
     batches: BatchSchedule
@@ -93,9 +96,8 @@ class Trainer:
                 stream = random.fold(key, self.state.consumed_samples, self.mesh.rank)
                 torch.cuda.manual_seed(int(stream.item()) & (2**63 - 1))
             self.executor.begin(microbatches, scale=loss_scale / tokens, dropout_key=key)
-            stages = self.mesh.pp.size
-            self.runtime.run(one_forward_one_backward(stages, 1, len(microbatches))[self.mesh.pp.rank])
-        total = all_reduce(self.executor.loss_sum.clone(), self.mesh.dp_cp)
+            self.runtime.run(self.plan.training(len(microbatches)))
+        total = all_reduce(self.executor.loss_sum.clone(), self.mesh.all_but_tp)
         return float((total / tokens).item())
 
     def _finish(self, samples: int, loss: float, loss_scale: float, result: StepResult) -> StepRecord:

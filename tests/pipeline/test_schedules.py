@@ -1,18 +1,44 @@
-"""1F1B against lists worked out by hand, and the laws that any schedule keeps."""
+"""Schedules against lists worked out by hand and against megatron-core, and the laws that any schedule keeps."""
 
 from __future__ import annotations
 
 import pytest
 
-from megalite.pipeline.schedules import BACKWARD, FORWARD, SCHEDULES, Action, forward_only, one_forward_one_backward
+from megalite.config.errors import UserError
+from megalite.pipeline.schedules import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    SCHEDULES,
+    Action,
+    Schedule,
+    build_schedule,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    zero_bubble_h1,
+)
 
-GRID = [(1, 1), (1, 4), (2, 1), (2, 3), (4, 1), (4, 2), (4, 4), (4, 8), (8, 3), (8, 32)]
+SIZES = [(p, m) for p in range(1, 9) for m in range(1, 13)]
 
 
 def spelled(text: str) -> list[Action]:
-    """`F0 B0` → actions of chunk 0."""
-    kinds = {"F": FORWARD, "B": BACKWARD}
-    return [Action(kinds[word[0]], 0, int(word[1:])) for word in text.split()]
+    """`F0 B0` → actions of chunk 0; a dash before the number, `F-0`, means chunk 1."""
+    kinds = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD_INPUT, "W": BACKWARD_WEIGHT}
+    return [Action(kinds[word[0]], int(word[1] == "-"), int(word.lstrip("FBIW-"))) for word in text.split()]
+
+
+def every_schedule() -> list[tuple[str, int, int, int, Schedule]]:
+    """(name, stages, chunks, microbatches, schedule) for all numbers that a schedule takes."""
+    found = []
+    for name in SCHEDULES:
+        for p, m in SIZES:
+            for v in (2, 3) if name == "interleaved" else (1,):
+                if name != "interleaved" or m % p == 0:
+                    found.append((name, p, v, m, build_schedule(name, p, v, m)))
+    return found
 
 
 def test_one_stage_runs_each_microbatch_forward_then_backward() -> None:
@@ -20,7 +46,7 @@ def test_one_stage_runs_each_microbatch_forward_then_backward() -> None:
     assert one_forward_one_backward(1, 1, 4) == [spelled("F0 B0 F1 B1 F2 B2 F3 B3")]
 
 
-def test_four_stages_with_two_microbatches_only_warm_up_and_drain() -> None:
+def test_1f1b_with_two_microbatches_on_four_stages_only_warms_up_and_drains() -> None:
     assert one_forward_one_backward(4, 1, 2) == [
         spelled("F0 F1 B0 B1"),
         spelled("F0 F1 B0 B1"),
@@ -29,7 +55,7 @@ def test_four_stages_with_two_microbatches_only_warm_up_and_drain() -> None:
     ]
 
 
-def test_four_stages_with_eight_microbatches_warm_up_alternate_and_drain() -> None:
+def test_1f1b_on_four_stages_warms_up_alternates_and_drains() -> None:
     assert one_forward_one_backward(4, 1, 8) == [
         spelled("F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"),
         spelled("F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7"),
@@ -38,38 +64,80 @@ def test_four_stages_with_eight_microbatches_warm_up_alternate_and_drain() -> No
     ]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("stages", "microbatches"), GRID)
-def test_each_microbatch_runs_forward_once_and_then_backward_once_on_every_stage(
-    name: str, stages: int, microbatches: int
+def test_gpipe_runs_all_forwards_then_all_backwards() -> None:
+    assert gpipe(3, 1, 2) == [spelled("F0 F1 B0 B1")] * 3
+
+
+def test_interleaved_on_two_stages_with_two_chunks() -> None:
+    assert interleaved(2, 2, 4) == [
+        spelled("F0 F1 F-0 F-1 F2 B-0 F3 B-1 F-2 B0 F-3 B1 B-2 B-3 B2 B3"),
+        spelled("F0 F1 F-0 B-0 F-1 B-1 F2 B0 F3 B1 F-2 B-2 F-3 B-3 B2 B3"),
+    ]
+
+
+def test_zb_h1_delays_the_weight_gradients_of_rank_r_by_r_microbatches() -> None:
+    assert zero_bubble_h1(3, 1, 4) == [
+        spelled("F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3"),
+        spelled("F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3"),
+        spelled("F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "m", "group"), [(2, 2, 4, 2), (4, 2, 8, 4), (4, 3, 8, 4), (4, 2, 14, 5), (3, 2, 7, 7)]
+)
+def test_interleaved_has_megatron_cores_order_and_warm_up(p: int, v: int, m: int, group: int) -> None:
+    megatron = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    table = [(chunk, microbatch) for microbatch, chunk in megatron.get_schedule_table(m, v, group)]
+    for rank, actions in enumerate(interleaved(p, v, m, group)):
+        assert [action[1:] for action in actions if action.kind == FORWARD] == table
+        backwards = [(v - 1 - action.chunk, action.microbatch) for action in actions if action.kind == BACKWARD]
+        assert backwards == table
+        ahead = min(2 * (p - rank - 1) + (v - 1) * group, m * v)
+        phases = [FORWARD] * ahead + [FORWARD, BACKWARD] * (m * v - ahead) + [BACKWARD] * ahead
+        assert [action.kind for action in actions] == phases
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "m", "group", "numbers"),
+    [
+        (4, 2, 6, None, ("6 microbatches", "4 stages", "groups of 4", "has 2")),
+        (4, 2, 3, None, ("3 microbatches", "4 stages", "has 3")),
+        (4, 2, 11, 8, ("11 microbatches", "groups of 8", "has 3")),
+        (4, 2, 8, 3, ("groups of 3", "4 stages")),
+        (4, 1, 8, None, ("at least 2 chunks",)),
+    ],
+)
+def test_interleaved_refuses_what_it_cannot_do_with_the_numbers(
+    p: int, v: int, m: int, group: int | None, numbers: tuple[str, ...]
 ) -> None:
-    schedule = SCHEDULES[name](stages, 1, microbatches)
-    assert len(schedule) == stages
-    for actions in schedule:
-        for m in range(microbatches):
-            assert actions.count(Action(FORWARD, 0, m)) == 1
-            assert actions.count(Action(BACKWARD, 0, m)) == 1
-            assert actions.index(Action(FORWARD, 0, m)) < actions.index(Action(BACKWARD, 0, m))
-        assert len(actions) == 2 * microbatches
+    with pytest.raises(UserError) as caught:
+        build_schedule("interleaved", p, v, m, group_size=group)
+    assert all(number in str(caught.value) for number in numbers)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("stages", "microbatches"), GRID)
-def test_backwards_run_in_the_order_of_microbatches(name: str, stages: int, microbatches: int) -> None:
-    for actions in SCHEDULES[name](stages, 1, microbatches):
-        order = [action.microbatch for action in actions if action.kind == BACKWARD]
-        assert order == sorted(order)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_the_other_schedules_refuse_several_chunks(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} has one chunk per rank, not 2"):
+        build_schedule(name, 4, 2, 8)
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), GRID)
-def test_rank_r_of_p_keeps_at_most_the_smaller_of_m_and_p_minus_r_activations(stages: int, microbatches: int) -> None:
-    for rank, actions in enumerate(one_forward_one_backward(stages, 1, microbatches)):
-        live = peak = 0
-        for action in actions:
-            live += 1 if action.kind == FORWARD else -1
-            peak = max(peak, live)
-        assert peak == min(microbatches, stages - rank)
+def test_each_microbatch_runs_forward_and_backward_once_on_every_chunk() -> None:
+    for name, p, v, m, schedule in every_schedule():
+        kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if name == "zb-h1" else (FORWARD, BACKWARD)
+        whole = sorted((kind, c, i) for kind in kinds for c in range(v) for i in range(m))
+        assert len(schedule) == p
+        assert all(sorted(actions) == whole for actions in schedule)
 
 
-def test_evaluation_runs_every_microbatch_through_every_chunk_in_order() -> None:
-    assert forward_only(2, 2, 2) == [[Action(FORWARD, chunk, m) for m in (0, 1) for chunk in (0, 1)]] * 2
+def test_every_chunk_runs_its_backwards_in_the_order_of_microbatches() -> None:
+    for _, _, v, m, schedule in every_schedule():
+        for actions in schedule:
+            for kind in {action.kind for action in actions} - {FORWARD}:
+                for chunk in range(v):
+                    assert [a.microbatch for a in actions if a[:2] == (kind, chunk)] == list(range(m))
+
+
+def test_evaluation_runs_every_microbatch_through_every_chunk_in_groups() -> None:
+    assert forward_only(2, 2, 3) == [spelled("F0 F1 F-0 F-1 F2 F-2")] * 2
+    assert forward_only(1, 1, 2) == [spelled("F0 F1")]

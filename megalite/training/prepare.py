@@ -1,0 +1,98 @@
+"""Everything that is decided before any process group exists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.checkpoint import read_config as read_checkpoint_config
+from megalite.config.batches import batch_size_stages
+from megalite.config.entry import read_config
+from megalite.config.errors import FlagError, UserError
+from megalite.config.schema import CheckpointConfig, RunConfig
+from megalite.data import check as data_check
+from megalite.data.tokenizer_base import Tokenizer
+from megalite.data.tokenizers import build_tokenizer, require_eod
+from megalite.distributed.launch import Environment, choose_device, set_threads
+from megalite.distributed.layout import Layout
+from megalite.nn.attention_backend import AttentionBackend, choose_backend
+from megalite.optimizer.schedule import BatchSchedule
+from megalite.training import resume
+from megalite.training.metrics import check_sinks
+from megalite.training.plan import Plan
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked configuration and what follows from it on this machine. `notes`: for the user, once."""
+
+    config: RunConfig
+    notes: list[str]
+    environment: Environment
+    device: torch.device
+    threads: int
+    backend: AttentionBackend
+    tokenizer: Tokenizer
+    eod: int
+
+
+def prepare(argv: Sequence[str], environment: Environment, *, program: str, description: str) -> Prepared:
+    """Flags to a checked configuration; every mistake that can be known here is a FlagError."""
+    config, notes = read_config(
+        argv,
+        program=program,
+        description=description,
+        world_size=environment.world_size,
+        checkpoint_config_loader=_checkpoint_config,
+    )
+    return prepare_config(config, environment, notes)
+
+
+def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[str] = ()) -> Prepared:
+    """The rooms' own checks of a resolved configuration. Mistakes are a FlagError."""
+    try:
+        device = choose_device(config.layout.device, environment.local_rank)
+        backend = choose_backend(config, device.type)
+        problems = [*data_check.check(config), *check_sinks(config), *_length_problems(config)]
+        problems += _schedule_problems(config, environment.world_size)
+        if problems:
+            raise FlagError("\n".join(problems))
+        tokenizer = build_tokenizer(config.tokenizer)
+        eod = require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
+    except ValueError as error:
+        raise FlagError(str(error)) from error
+    if config.training.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+    threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)
+    return Prepared(config, list(notes), environment, device, threads, backend, tokenizer, eod)
+
+
+def _length_problems(config: RunConfig) -> list[str]:
+    if config.validation.skip_train or BatchSchedule.from_config(config).total_iterations(config) > 0:
+        return []
+    return [
+        f"--train-samples {config.training.train_samples} is less than one step of "
+        f"{BatchSchedule.from_config(config).at(0)} samples: there is nothing to train"
+    ]
+
+
+def _schedule_problems(config: RunConfig, world_size: int) -> list[str]:
+    """What the pipeline schedule can't do with the microbatches of each global batch size of the run."""
+    dp, plan, problems = Layout.from_config(config.layout, world_size).dp, Plan(config, 0), []
+    assert config.training.micro_batch_size is not None
+    for _, size in batch_size_stages(config.training, config.data.seq_length):
+        microbatches = size // (config.training.micro_batch_size * dp)
+        try:
+            plan.training(microbatches)
+        except UserError as error:
+            problems.append(f"global batch size {size} is {microbatches} microbatches per data-parallel rank: {error}")
+    return problems
+
+
+def _checkpoint_config(config: CheckpointConfig) -> dict[str, Any] | None:
+    """The configuration in the checkpoint that the run would start from, for `--use-checkpoint-args`."""
+    found, _ = resume.locate(config)
+    return None if found is None else read_checkpoint_config(found).to_dict()

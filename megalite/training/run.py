@@ -1,0 +1,256 @@
+"""All parts of a run, built in order.
+
+Key idea: each object is made once, here, from the configuration and those made before it, and handed to what needs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from megalite.checkpoint.checkpoint import save_checkpoint
+from megalite.checkpoint.storage import Retention
+from megalite.config.errors import UserError
+from megalite.data.document_mask import SampleSource
+from megalite.data.gpt_dataset import Datasets, build_datasets
+from megalite.data.loader import MicrobatchIterator, microbatch_iterator
+from megalite.data.microbatch import Microbatch
+from megalite.data.splits import split_sizes
+from megalite.distributed.collectives import barrier
+from megalite.distributed.mesh import Mesh
+from megalite.estimate.model import training_flops_per_token
+from megalite.models.gpt import GPTStage
+from megalite.models.stages import stage_spans
+from megalite.nn.module import Build, initialize, specs_of
+from megalite.nn.recompute import Recompute
+from megalite.optimizer.optimizer import Optimizer
+from megalite.optimizer.schedule import BatchSchedule, Schedule
+from megalite.pipeline.runtime import PipelineRuntime, Recorder
+from megalite.pipeline.transport import ProcessGroupTransport
+from megalite.precision.loss_scaler import LossScaler
+from megalite.precision.policy import Precision
+from megalite.training import resume
+from megalite.training.evaluate import Evaluator
+from megalite.training.executor import GPTExecutor
+from megalite.training.loop import Loop
+from megalite.training.metrics import make_sinks
+from megalite.training.plan import Plan
+from megalite.training.prepare import Prepared
+from megalite.training.profiling import Profiler, Timeline
+from megalite.training.report import opening_block
+from megalite.training.signals import StopRequests
+from megalite.training.state import TrainingState
+from megalite.training.timers import Timers
+from megalite.training.trainer import Trainer
+
+
+class Run:
+    """One process's part of a run. `trainer` steps; `loop()` runs to the end; `close()` ends the data workers."""
+
+    def __init__(self, prepared: Prepared, mesh: Mesh):
+        """Build model, optimizer and data, and load what `--load` names. Collective over the world."""
+        self.prepared, self.config, self.mesh = prepared, prepared.config, mesh
+        config = self.config
+        self.say_all(prepared.notes)
+        self.precision = Precision.from_config(config.precision)
+        self.batches = BatchSchedule.from_config(config)
+        self.schedule = Schedule.from_config(config, self.batches)
+        self.total_iterations = self.batches.total_iterations(config)
+        self.datasets = self._datasets()
+        self.stages = self._model()
+        self.optimizer = Optimizer(specs_of(self.stages), mesh, self.precision, config.optimizer)
+        self.scaler = LossScaler.from_config(config.precision)
+        self.state = self._starting_state()
+        self._iterators: dict[str, MicrobatchIterator] = {}
+        self.executor = GPTExecutor(self.stages, mesh, label_smoothing=config.model.label_smoothing)
+        self.plan = Plan(config, mesh.pp.rank)
+        self.transport = None
+        if mesh.pp.size > 1:
+            timeout = timedelta(minutes=config.layout.distributed_timeout_minutes)
+            self.transport = ProcessGroupTransport(mesh.pp, len(self.stages), mesh.device, timeout=timeout)
+        self.trainer = self._trainer()
+
+    def say(self, text: str) -> None:
+        """Print on the first rank."""
+        if self.mesh.is_first:
+            print(text, flush=True)
+
+    def say_all(self, lines: list[str]) -> None:
+        for line in lines:
+            self.say(line)
+
+    def _datasets(self) -> Datasets:
+        """Each machine's first rank builds the indices, then the others find them in the cache."""
+        config, prepared = self.config, self.prepared
+        assert config.training.global_batch_size is not None
+        sizes = split_sizes(
+            config,
+            train_samples=self.batches.samples_after(self.total_iterations),
+            train_iters=self.total_iterations,
+            global_batch_size=config.training.global_batch_size,
+        )
+        first = prepared.environment.local_rank == 0
+        if not first:
+            barrier(self.mesh.world)
+        datasets = build_datasets(config, prepared.eod, prepared.tokenizer.vocab_size, sizes)
+        if first:
+            barrier(self.mesh.world)
+        self.say_all(datasets.notes)
+        return datasets
+
+    def _model(self) -> list[GPTStage]:
+        """This rank's chunks of the model, initialised."""
+        config = self.config
+        recompute = Recompute.from_config(config.training)
+        vocab_size, backend = self.prepared.tokenizer.vocab_size, self.prepared.backend
+        stages = []
+        for span in stage_spans(config)[self.mesh.pp.rank]:
+            build = Build(config.model, self.mesh, self.precision, recompute=recompute)
+            stage = GPTStage(build, vocab_size, span, backend)
+            initialize(stage, config.training.seed)
+            stages.append(stage)
+        return stages
+
+    def _starting_state(self) -> TrainingState:
+        config = self.config
+        found, weights_only = resume.locate(config.checkpoint)
+        if found is None:
+            if config.checkpoint.load is not None:
+                self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")
+            return TrainingState(dropout_seed=config.training.seed)
+        if found.note:
+            self.say(found.note)
+        state, self.schedule, notes = resume.load(
+            found,
+            config=config,
+            mesh=self.mesh,
+            stages=self.stages,
+            optimizer=self.optimizer,
+            scaler=self.scaler,
+            schedule=self.schedule,
+            weights_only=weights_only,
+        )
+        self.say(f"loaded {found.path}" + (" (weights alone)" if weights_only else f", iteration {state.iteration}"))
+        self.say_all(notes)
+        return state
+
+    def _microbatches(self, dataset: SampleSource, *, start: int, total: int | None = None) -> MicrobatchIterator:
+        training, data = self.config.training, self.config.data
+        assert training.micro_batch_size is not None
+        return microbatch_iterator(
+            dataset,
+            start_sample=start,
+            micro_batch_size=training.micro_batch_size,
+            dp_rank=self.mesh.dp.rank,
+            dp_size=self.mesh.dp.size,
+            num_workers=data.num_workers,
+            seed=training.seed,
+            dataloader_type=data.dataloader_type or "single",
+            total=total,
+            pin_memory=self.mesh.device.type == "cuda",
+        )
+
+    def _training_data(self) -> Iterator[Microbatch]:
+        if self.datasets.train is None:
+            return iter(())
+        self._iterators["train"] = self._microbatches(self.datasets.train, start=self.state.consumed_samples)
+        return self._iterators["train"]
+
+    def _evaluation_data(self, split: str) -> Iterator[Microbatch]:
+        """This rank's microbatches for one evaluation; successive ones go on where the last ended."""
+        dataset = self.datasets.valid if split == "valid" else self.datasets.test
+        if dataset is None:
+            raise UserError(f"there is no {split} data to evaluate on")
+        validation = self.config.validation
+        if validation.full_validation:
+            return self._whole(dataset)
+        if split not in self._iterators:
+            start = self.state.consumed_valid_samples if split == "valid" else 0
+            self._iterators[split] = self._microbatches(dataset, start=start)
+        count = validation.eval_iters * self.config.microbatches_per_step(self.mesh.dp.size)
+        return itertools.islice(self._iterators[split], count)
+
+    def _whole(self, dataset: SampleSource) -> Iterator[Microbatch]:
+        with self._microbatches(dataset, start=0, total=len(dataset)) as microbatches:
+            yield from microbatches
+
+    def close(self) -> None:
+        """End the data-loader workers."""
+        for iterator in self._iterators.values():
+            iterator.close()
+
+    def save(self) -> None:
+        """Write a checkpoint of the present state, where `--save` asks for any. Collective over the world."""
+        config = self.config.checkpoint
+        if config.save is None:
+            return
+        path = save_checkpoint(
+            Path(config.save),
+            self.state.iteration,
+            mesh=self.mesh,
+            tensors=resume.entries(self.stages, self.optimizer if config.save_optim else None),
+            config=self.config,
+            training_state=resume.training_state(self.config, self.state, self.optimizer, self.scaler, self.schedule),
+            retain=Retention.from_config(config),
+        )
+        self.say(f"saved {path}")
+
+    def _runtime(self, recorder: Recorder | None) -> PipelineRuntime:
+        wait = torch.cuda.synchronize if self.mesh.device.type == "cuda" else None
+        return PipelineRuntime(self.executor, recorder, wait, self.transport)
+
+    def _trainer(self) -> Trainer:
+        config, mesh = self.config, self.mesh
+        recorder = Timeline(config.logging.timeline, mesh.rank) if config.logging.timeline is not None else None
+        assert config.data.seq_length is not None
+        vocab_size = self.prepared.tokenizer.vocab_size
+        return Trainer(
+            config=config,
+            mesh=mesh,
+            executor=self.executor,
+            runtime=self._runtime(recorder),
+            plan=self.plan,
+            optimizer=self.optimizer,
+            scaler=self.scaler,
+            batches=self.batches,
+            schedule=self.schedule,
+            state=self.state,
+            microbatches=self._training_data(),
+            timers=Timers(config.logging.timing_log_level, mesh.device),
+            flops_per_token=training_flops_per_token(config.model, vocab_size, config.data.seq_length),
+            dump_grads=config.training.dump_grads,
+        )
+
+    def loop(self) -> Loop:
+        """The whole run, after the block that describes it."""
+        config, mesh = self.config, self.mesh
+        self.say(
+            opening_block(
+                config,
+                mesh=mesh,
+                threads=self.prepared.threads,
+                stages=self.stages,
+                backend=self.prepared.backend,
+                precision=self.precision,
+                optimizer=self.optimizer,
+                datasets=self.datasets,
+                state=self.state,
+                total_iterations=self.total_iterations,
+            )
+        )
+        return Loop(
+            config=config,
+            trainer=self.trainer,
+            evaluator=Evaluator(config, mesh, self.executor, self._runtime(None), self.plan, self._evaluation_data),
+            total_iterations=self.total_iterations,
+            splits=[split for split in ("valid", "test") if getattr(self.datasets, split) is not None],
+            sinks=make_sinks(config, self.total_iterations, self.state.iteration) if mesh.is_first else [],
+            stops=StopRequests(config.training, mesh),
+            profiler=Profiler(config.logging, Path(config.logging.tensorboard_dir or "profile"), mesh.rank),
+            save=self.save,
+            say=self.say,
+        )
