@@ -7,15 +7,16 @@ with which a simulation predicts another schedule.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from megalite.config.errors import UserError
-from megalite.pipeline.lowering import COMMUNICATION
+from megalite.pipeline.lowering import COMMUNICATION, SENDS, WAITS, Message, message_of
 from megalite.pipeline.schedules import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 
 Costs = Callable[[int, Action], float]
@@ -80,7 +81,8 @@ def read_steps(directory: str | Path, stages: int | None = None) -> list[Timelin
     """The training steps in the `rank_N.jsonl` files of a run, in milliseconds.
 
     `stages`: pipeline stages of the run, where each has several ranks (tensor or data parallel): the first rank of each
-    is read. Default: every file is a stage. Files that don't fit raise a UserError.
+    is read. Default: every file is a stage. The clocks of neighbouring ranks are aligned by the messages between them.
+    Files that don't fit raise a UserError.
     """
     files = sorted(Path(directory).glob("rank_*.jsonl"), key=lambda file: int(file.stem.removeprefix("rank_")))
     if not files:
@@ -90,7 +92,43 @@ def read_steps(directory: str | Path, stages: int | None = None) -> list[Timelin
     if stages is not None and len(files) % stages:
         raise UserError(f"--stages {stages} does not divide the {len(files)} files in {directory}")
     ranks = [_split_steps(_read_spans(file)) for file in files[:: len(files) // (stages or len(files))]]
-    return [Timeline(list(step)) for step in zip(*ranks, strict=False)]  # a run that was stopped may end within a step
+    steps = [list(step) for step in zip(*ranks, strict=False)]  # a run that was stopped may end within a step
+    shifts = _clock_shifts(steps)
+    return [Timeline([_shifted(spans, shift) for spans, shift in zip(step, shifts, strict=True)]) for step in steps]
+
+
+def _clock_shifts(steps: list[list[list[Span]]]) -> list[float]:
+    """What to add to each rank's times, so that all are on the first rank's clock: as in NTP, the fastest message from
+    a rank to the next one is taken to be as fast as the fastest one back."""
+    stages = len(steps[0]) if steps else 1
+    fastest: dict[tuple[int, int], float] = {}  # by sending and receiving rank
+    for step in steps:
+        sent, arrived = _message_times(step, SENDS), _message_times(step, WAITS)
+        for message in sent.keys() & arrived.keys():
+            pair = message.source % stages, message.target % stages
+            fastest[pair] = min(fastest.get(pair, math.inf), arrived[message] - sent[message])
+    shifts = [0.0]
+    for rank in range(1, stages):
+        onward, back = fastest.get((rank - 1, rank)), fastest.get((rank, rank - 1))
+        ahead = 0.0 if onward is None or back is None else (onward - back) / 2
+        shifts.append(shifts[-1] - ahead)
+    return shifts
+
+
+def _message_times(step: list[list[Span]], kinds: Mapping[str, str]) -> dict[Message, float]:
+    """When the sends or waits of a step ended, by message."""
+    chunks = 1 + max((span.action.chunk for spans in step for span in spans), default=0)
+    ends = {}
+    for rank, spans in enumerate(step):
+        for action, _, end in spans:
+            message = message_of(action, rank, len(step), chunks) if action.kind in kinds.values() else None
+            if message is not None:
+                ends[message] = end
+    return ends
+
+
+def _shifted(spans: list[Span], shift: float) -> list[Span]:
+    return [Span(action, start + shift, end + shift) for action, start, end in spans]
 
 
 def _read_spans(file: Path) -> list[Span]:

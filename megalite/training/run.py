@@ -34,6 +34,7 @@ from megalite.pipeline.transport import ProcessGroupTransport
 from megalite.precision.loss_scaler import LossScaler
 from megalite.precision.policy import Precision
 from megalite.training import resume
+from megalite.training.dump import dump_gradients
 from megalite.training.evaluate import Evaluator
 from megalite.training.executor import GPTExecutor
 from megalite.training.loop import Loop
@@ -203,6 +204,10 @@ class Run:
         wait = torch.cuda.synchronize if self.mesh.device.type == "cuda" else None
         return PipelineRuntime(self.executor, recorder, wait, self.transport)
 
+    def _dump(self, loss_scale: float) -> None:
+        assert self.config.training.dump_grads is not None
+        dump_gradients(self.config.training.dump_grads, self.optimizer, self.mesh, loss_scale)
+
     def _trainer(self) -> Trainer:
         config, mesh = self.config, self.mesh
         recorder = Timeline(config.logging.timeline, mesh.rank) if config.logging.timeline is not None else None
@@ -222,7 +227,7 @@ class Run:
             microbatches=self._training_data(),
             timers=Timers(config.logging.timing_log_level, mesh.device),
             flops_per_token=training_flops_per_token(config.model, vocab_size, config.data.seq_length),
-            dump_grads=config.training.dump_grads,
+            on_first_gradients=self._dump if config.training.dump_grads is not None else None,
         )
 
     def loop(self) -> Loop:

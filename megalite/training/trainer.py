@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,6 @@ from megalite.optimizer.optimizer import Optimizer, StepResult
 from megalite.optimizer.schedule import BatchSchedule, Schedule
 from megalite.pipeline.runtime import PipelineRuntime
 from megalite.precision.loss_scaler import LossScaler
-from megalite.training.dump import dump_gradients
 from megalite.training.executor import GPTExecutor
 from megalite.training.metrics import StepRecord
 from megalite.training.plan import Plan
@@ -40,7 +39,11 @@ class NonFiniteError(UserError):
 
 @dataclass
 class Trainer:
-    """All that a step needs. `flops_per_token`: of forward and backward."""
+    """All that a step needs.
+
+    `flops_per_token`: of forward and backward. `on_first_gradients`: called once with the loss scale, when the first
+    step's gradients are summed and not yet clipped.
+    """
 
     config: RunConfig
     mesh: Mesh
@@ -55,7 +58,7 @@ class Trainer:
     microbatches: Iterator[Microbatch]
     timers: Timers
     flops_per_token: float
-    dump_grads: str | None = None  # until the first step has been dumped
+    on_first_gradients: Callable[[float], None] | None = None
     _ended: float = field(default_factory=time.perf_counter)
 
     def step(self) -> StepRecord:
@@ -68,9 +71,9 @@ class Trainer:
         loss = self._forward_backward(microbatches, tokens, loss_scale)
         with self.timers.section("all-grads-sync"):
             self.optimizer.reduce_gradients()
-        if self.dump_grads is not None:
-            dump_gradients(self.dump_grads, self.optimizer, self.mesh, loss_scale)
-            self.dump_grads = None
+        if self.on_first_gradients is not None:
+            self.on_first_gradients(loss_scale)
+            self.on_first_gradients = None
         with self.timers.section("grad-norm", 2):
             result = self.optimizer.measure(loss_scale)
         return self._finish(samples, loss, loss_scale, result)

@@ -25,15 +25,15 @@ class _Notebook:
     def _note(self, kind: str, chunk: int, microbatch: int) -> None:
         self.calls.append(Action(kind, chunk, microbatch))
 
-    def forward(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors | None:
+    def forward(self, chunk: int, microbatch: int, inputs: Tensors | None = None) -> Tensors | None:
         self._note("forward", chunk, microbatch)
         return None
 
-    def backward(self, chunk: int, microbatch: int, output_grads: Tensors | None) -> Tensors | None:
+    def backward(self, chunk: int, microbatch: int, output_grads: Tensors | None = None) -> Tensors | None:
         self._note("backward", chunk, microbatch)
         return None
 
-    def backward_input(self, chunk: int, microbatch: int, output_grads: Tensors | None) -> Tensors | None:
+    def backward_input(self, chunk: int, microbatch: int, output_grads: Tensors | None = None) -> Tensors | None:
         self._note("backward_input", chunk, microbatch)
         return None
 

@@ -19,15 +19,17 @@ def times(rank: int, action: Action) -> float:
     return {FORWARD: 1.0, BACKWARD: 2.0}[action.kind] * (1 + rank) if action.kind in (FORWARD, BACKWARD) else 0.25
 
 
-def write_run(directory: Path, steps: int, peers: int = 1) -> Timeline:
-    """The files of a run of 1F1B, 2 stages with `peers` ranks each, that takes 100 a step. Returns its first step."""
+def write_run(directory: Path, steps: int, peers: int = 1, late: float = 0.0) -> Timeline:
+    """The files of a run of 1F1B, 2 stages with `peers` ranks each, that takes 100 a step; the second stage's clock is
+    `late`. Returns the first step on the first one's clock."""
     timeline = simulate(lower(build_schedule("1f1b", 2, 1, 3), 2, 1), times)
     for stage, spans in enumerate(timeline.ranks):
         for peer in range(peers):
             with (directory / f"rank_{stage * peers + peer}.jsonl").open("w") as file:
                 for step in range(steps):
+                    offset = 100 * step - late * stage
                     for action, start, end in spans:
-                        entry = {**action._asdict(), "start_ms": 100 * step + start, "end_ms": 100 * step + end}
+                        entry = {**action._asdict(), "start_ms": offset + start, "end_ms": offset + end}
                         file.write(json.dumps(entry) + "\n")
     return timeline
 
@@ -38,6 +40,11 @@ def test_each_step_of_a_run_is_a_timeline(tmp_path: Path) -> None:
     assert steps[0] == first
     assert [step.start for step in steps] == [0, 100, 200]
     assert [step.makespan for step in steps] == [first.makespan] * 3
+
+
+def test_ranks_need_not_have_the_same_clock(tmp_path: Path) -> None:
+    first = write_run(tmp_path, steps=2, late=7.5)
+    assert read_steps(tmp_path)[0] == first
 
 
 def test_of_several_ranks_on_a_stage_the_first_is_read(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class ToyExecutor:
             "visits": ((size,), torch.int64),
         }
 
-    def forward(self, chunk: int, microbatch: int, inputs: Tensors | None) -> Tensors | None:
+    def forward(self, chunk: int, microbatch: int, inputs: Tensors | None = None) -> Tensors | None:
         stage = chunk * self.stages + self.rank
         if inputs is None:
             assert stage == 0
@@ -119,7 +119,7 @@ class ToyExecutor:
         # The whole graph stays until `kept` goes, since a split backward goes through it twice.
         return list(torch.autograd.grad(kept.edges, targets, kept.grads, retain_graph=True)) if targets else []
 
-    def backward_input(self, chunk: int, microbatch: int, output_grads: Tensors | None) -> Tensors | None:
+    def backward_input(self, chunk: int, microbatch: int, output_grads: Tensors | None = None) -> Tensors | None:
         kept = self.kept[chunk, microbatch]
         if output_grads is None:
             kept.grads = [torch.ones((), dtype=torch.float64)]
@@ -134,7 +134,7 @@ class ToyExecutor:
         sums = self.sums[chunk]
         self.sums[chunk] = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
 
-    def backward(self, chunk: int, microbatch: int, output_grads: Tensors | None) -> Tensors | None:
+    def backward(self, chunk: int, microbatch: int, output_grads: Tensors | None = None) -> Tensors | None:
         grads = self.backward_input(chunk, microbatch, output_grads)
         self.backward_weight(chunk, microbatch)
         return grads

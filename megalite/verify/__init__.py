@@ -1,0 +1,1 @@
+"""Proofs that a layout computes what one process computes."""

@@ -1,0 +1,89 @@
+"""The configurations that a proof runs: in float64 on CPUs, cut down on request, in any layout or in none."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, replace
+
+from megalite.config.errors import FlagError
+from megalite.config.resolve import pipeline_units, resolve, virtual_stages
+from megalite.config.schema import CheckpointConfig, LayoutConfig, LoggingConfig, RunConfig
+
+_WHERE_NOT_HOW = ("device", "threads_per_rank", "distributed_backend", "distributed_timeout_minutes")
+_RECOMPUTE = ("activations", "granularity", "method", "num_layers", "modules")
+
+
+def for_proof(config: RunConfig, steps: int) -> RunConfig:
+    """The same computation in float64 on CPUs, one thread a rank, reading and writing no run's files."""
+    config = copy.deepcopy(config)
+    config.precision = replace(config.precision, bf16=False, fp16=False, fp64=True, grad_reduce_in_bf16=False)
+    config.layout.device, config.layout.threads_per_rank, config.layout.distributed_backend = "cpu", 1, None
+    config.checkpoint, config.logging = CheckpointConfig(), LoggingConfig()
+    config.data.num_workers = 0
+    config.validation.eval_iters = 0
+    config.training.train_samples, config.training.train_iters = None, max(steps, config.training.train_iters or 0)
+    config.training.dump_grads = None
+    config.training.nan_action = "stop"
+    # Fused kernels drop out from a stream of their own, and their choice is the GPU's: the plain one is the proof.
+    config.model.attention_backend = "unfused" if config.model.attention_dropout else "auto"
+    return config
+
+
+def on_one_process(config: RunConfig) -> RunConfig:
+    """Without any layout, schedule or recompute: the truth."""
+    config = copy.deepcopy(config)
+    kept = {name: getattr(config.layout, name) for name in _WHERE_NOT_HOW}
+    config.layout = LayoutConfig(**kept)
+    for name in _RECOMPUTE:
+        field = next(f for f in fields(config.training) if f.name == f"recompute_{name}")
+        setattr(config.training, field.name, field.default)
+    return config
+
+
+def shrink(config: RunConfig, data_parallel_size: int) -> RunConfig:
+    """A network and batch of seconds in place of the given, with the same structure: layout, kinds of layer, ratio of
+    heads to groups, positions, biases, dropout. Data from a rule. `config`: resolved."""
+    config = copy.deepcopy(config)
+    model, layout, training = config.model, config.layout, config.training
+    tp, pp, chunks = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, virtual_stages(config)
+    assert model.num_attention_heads and model.num_layers is not None
+    share = model.num_attention_heads // model.num_query_groups
+    groups = min(model.num_query_groups, max(tp, 2))
+    if tp > model.num_query_groups:
+        share = max(min(share, 4), tp // groups)
+    else:
+        share = min(share, 4)
+    heads = groups * share
+    model.num_attention_heads, model.num_query_groups = heads, groups
+    model.hidden_size, model.kv_channels = 8 * heads, 8
+    model.ffn_hidden_size = 3 * 8 * heads
+    if layout.decoder_first_pipeline_num_layers is None and layout.decoder_last_pipeline_num_layers is None:
+        counted = pipeline_units(config) - model.num_layers
+        model.num_layers = 2 * pp * chunks - counted
+        layout.num_layers_per_virtual_pipeline_stage = None
+        layout.num_virtual_stages_per_pipeline_rank = chunks if chunks > 1 else None
+    elif model.num_layers > 48:
+        raise FlagError("--shrink keeps uneven stages as they are: give fewer --num-layers")
+    length = 16 * tp * layout.context_parallel_size
+    config.data = replace(
+        config.data, mock_data=True, data_path=None, train_data_path=None, valid_data_path=None, test_data_path=None,
+        data_args_path=None, seq_length=length,
+    )  # fmt: skip
+    model.max_position_embeddings = length
+    model.make_vocab_size_divisible_by = min(model.make_vocab_size_divisible_by, 8)
+    config.tokenizer = replace(config.tokenizer, tokenizer_type="NullTokenizer", tokenizer_model=None, vocab_size=130)
+    training.rampup_batch_size, training.step_batch_size_schedule = None, None
+    layout.microbatch_group_size_per_virtual_pipeline_stage = None
+    training.micro_batch_size = min(training.micro_batch_size or 1, 2)
+    training.global_batch_size = training.micro_batch_size * data_parallel_size * 2 * pp
+    return config
+
+
+def resolved(config: RunConfig, world_size: int) -> RunConfig:
+    """Checked and with all derived values; a FlagError says what is wrong."""
+    from megalite.config.check import check, not_built
+
+    problems = check(config, world_size) + not_built(config)
+    if problems:
+        raise FlagError("\n".join(problems))
+    return resolve(config, world_size)

@@ -1,0 +1,71 @@
+"""The layouts of a proof matrix."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalite.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a model."""
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    pp: int = 1
+    chunks: int = 1
+    dp: int = 1
+    schedule: str = "auto"
+    recompute: str | None = None
+
+    @property
+    def processes(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        parts = [f"TP {self.tp}" + (" + SP" if self.sequence_parallel else ""), f"PP {self.pp}"]
+        if self.chunks > 1:
+            parts.append(f"VPP {self.chunks}")
+        parts.append(f"DP {self.dp}")
+        if self.pp > 1:
+            parts.append(self.schedule)
+        if self.recompute:
+            parts.append(f"recompute {self.recompute}")
+        return " x ".join(parts[:3]) + "".join(f", {part}" for part in parts[3:])
+
+    def apply(self, config: RunConfig) -> RunConfig:
+        """The configuration (as given, unresolved) in this layout."""
+        config = copy.deepcopy(config)
+        layout, training = config.layout, config.training
+        layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size = self.tp, self.pp
+        layout.sequence_parallel = self.sequence_parallel
+        layout.num_layers_per_virtual_pipeline_stage = None
+        layout.num_virtual_stages_per_pipeline_rank = self.chunks if self.chunks > 1 else None
+        layout.pipeline_schedule = self.schedule
+        training.recompute_granularity = self.recompute
+        if self.recompute == "full":
+            training.recompute_method, training.recompute_num_layers = "uniform", 1
+        return config
+
+
+def variants(processes: int, recompute: tuple[str | None, ...] = (None,)) -> Iterator[Variant]:
+    """All layouts of up to `processes` processes: TP and PP in 1, 2, 4, DP in 1, 2, sequence parallelism, every
+    schedule."""
+    for tp in (1, 2, 4):
+        for sequence_parallel in (False, True) if tp > 1 else (False,):
+            for pp in (1, 2, 4):
+                for chunks, schedule in _schedules(pp):
+                    for dp in (1, 2):
+                        for what in recompute:
+                            variant = Variant(tp, sequence_parallel, pp, chunks, dp, schedule, what)
+                            if variant.processes <= processes:
+                                yield variant
+
+
+def _schedules(pp: int) -> list[tuple[int, str]]:
+    if pp == 1:
+        return [(1, "auto")]
+    return [(1, "gpipe"), (1, "1f1b"), (1, "zb-h1"), (2, "interleaved")]

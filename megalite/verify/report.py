@@ -1,0 +1,135 @@
+"""What `tools/verify_parallel.py` does and prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from megalite.config.entry import fill_from_preset
+from megalite.config.errors import FlagError
+from megalite.config.schema import RunConfig
+from megalite.distributed.pool import ProcessPool
+from megalite.verify.compare import Difference
+from megalite.verify.configs import for_proof, resolved, shrink
+from megalite.verify.layouts import Variant, variants
+from megalite.verify.proof import Prover
+
+_SHOWN = 12  # parameters listed
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout and its difference from one process."""
+
+    layout: str
+    processes: int
+    difference: Difference
+    equal: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        difference = self.difference
+        return {
+            "layout": self.layout,
+            "processes": self.processes,
+            "equal": self.equal,
+            "bitwise": difference.bitwise,
+            "loss": difference.loss,
+            "grad_norm": difference.norm,
+            "gradients": difference.parameters,
+        }
+
+
+def _described(config: RunConfig, processes: int) -> tuple[str, int]:
+    layout = config.layout
+    tp, pp, cp = (
+        layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.context_parallel_size
+    )  # fmt: skip
+    text = f"TP {tp}{' + SP' if layout.sequence_parallel else ''} x PP {pp} x DP {processes // (tp * pp * cp)}"
+    return text, processes
+
+
+def _world(config: RunConfig, processes: int | None) -> int:
+    """Processes of the layout: as given, else the smallest with two data-parallel ranks that eight allow."""
+    layout = config.layout
+    least = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
+    if processes is not None:
+        return processes
+    return 2 * least if 2 * least <= 8 else least
+
+
+def prove_one(
+    config: RunConfig,
+    explicit: Collection[str],
+    *,
+    processes: int | None,
+    shrunk: bool,
+    steps: int,
+    tolerance: float,
+) -> list[Row]:
+    """Prove the given layout and print the verdict."""
+    if config.model.preset is not None:
+        fill_from_preset(config, explicit)
+    world = _world(config, processes)
+    config = for_proof(config, steps)
+    if shrunk:
+        config = shrink(resolved(config, world), _described_dp(config, world))
+    with ProcessPool(world) as pool:
+        difference = Prover(pool, steps).prove(config, world)
+    text, _ = _described(config, world)
+    row = Row(text, world, difference, difference.worst <= tolerance)
+    print(f"{text} against one process, {steps} steps in float64: largest relative differences")
+    print(f"  {'loss':60} {difference.loss:.3g}\n  {'gradient norm':60} {difference.norm:.3g}")
+    for name, value in list(difference.parameters.items())[:_SHOWN]:
+        print(f"  {'gradient of ' + name:60} {value:.3g}")
+    more = len(difference.parameters) - _SHOWN
+    if more > 0:
+        print(f"  and {more} more gradients, none larger")
+    print(_verdict(row, tolerance))
+    return [row]
+
+
+def _described_dp(config: RunConfig, world: int) -> int:
+    layout = config.layout
+    used = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
+    return world // used
+
+
+def _verdict(row: Row, tolerance: float) -> str:
+    if row.equal:
+        return f"EQUAL within {tolerance:g}" + (", losses and norms bit for bit" if row.difference.bitwise else "")
+    return f"NOT EQUAL: {row.difference.worst:.3g} is over {tolerance:g}"
+
+
+def prove_matrix(
+    config: RunConfig, explicit: Collection[str], *, processes: int, steps: int, tolerance: float
+) -> list[Row]:
+    """Prove every layout of up to `processes` processes of a small network of the given structure; print a table."""
+    if processes < 1:
+        raise FlagError(f"--matrix {processes} must be at least 1")
+    if config.model.preset is not None:
+        fill_from_preset(config, explicit)
+    widest = Variant(tp=4, pp=4, chunks=2, dp=1, schedule="interleaved")
+    base = for_proof(config, steps)
+    small = shrink(resolved(widest.apply(base), widest.processes), 2)
+    small.training.global_batch_size = 8 * (small.training.micro_batch_size or 1)
+    small.data.seq_length = small.model.max_position_embeddings = 32
+    chosen = list(variants(processes))
+    rows = []
+    print(f"{'layout':44} {'loss':>9} {'norm':>9} {'gradients':>9}  verdict")
+    with ProcessPool(min(processes, 8)) as pool:
+        prover = Prover(pool, steps)
+        for variant in tqdm(chosen, unit="layout", disable=None, leave=False, file=sys.stderr):
+            difference = prover.prove(variant.apply(small), variant.processes)
+            row = Row(str(variant), variant.processes, difference, difference.worst <= tolerance)
+            rows.append(row)
+            largest = max(difference.parameters.values())
+            verdict = "bitwise" if difference.bitwise else "equal" if row.equal else "NOT EQUAL"
+            line = f"{row.layout:44} {difference.loss:9.2g} {difference.norm:9.2g} {largest:9.2g}  {verdict}"
+            tqdm.write(line, file=sys.stdout)
+    wrong = sum(not row.equal for row in rows)
+    print(f"{len(rows)} layouts, {wrong} not equal within {tolerance:g}")
+    return rows
