@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.fields import all_fields, get
-from megalite.config.resolve import data_parallel_size, parse_window, pipeline_units, virtual_stages
+from megalite.config.resolve import data_parallel_size, ffn_width, parse_window, pipeline_units, virtual_stages
 from megalite.config.schema import RunConfig
 
 
@@ -111,8 +111,10 @@ def _tensor_problems(config: RunConfig) -> Iterator[str]:
         yield f"{flag} does not divide --num-attention-heads {heads}"
     if model.group_query_attention and groups % tp and tp % groups:
         yield f"{flag} and --num-query-groups {groups}: one must divide the other"
-    if model.ffn_hidden_size is not None and model.ffn_hidden_size % tp:
-        yield f"{flag} does not divide --ffn-hidden-size {model.ffn_hidden_size}"
+    width = ffn_width(model)
+    if width is not None and width % tp:
+        derived = "" if model.ffn_hidden_size is not None else " (its default)"
+        yield f"{flag} does not divide --ffn-hidden-size {width}{derived}"
     length = config.data.seq_length
     shares = tp * layout.context_parallel_size
     if layout.sequence_parallel and length is not None and length % shares:

@@ -11,7 +11,7 @@ import re
 
 from megalite.config.batches import batch_size_stages
 from megalite.config.fields import all_fields, get, put
-from megalite.config.schema import LayoutConfig, RunConfig
+from megalite.config.schema import LayoutConfig, ModelConfig, RunConfig
 
 DEFAULT_SPLIT = "969,30,1"
 DEFAULT_TOKENIZER = "GPT2BPETokenizer"  # as Megatron-LM's pretrain_gpt.py
@@ -89,11 +89,17 @@ def parse_window(text: str) -> tuple[int, int]:
     return left, right
 
 
+def ffn_width(model: ModelConfig) -> int | None:
+    """Width inside the MLP, given or derived; None where the hidden size is missing too."""
+    if model.ffn_hidden_size is not None or model.hidden_size is None:
+        return model.ffn_hidden_size
+    wide = 4 * model.hidden_size
+    return int((wide * 2 / 3) / 64) * 64 if model.swiglu else wide
+
+
 def _resolve_model(config: RunConfig) -> None:
     model = config.model
-    if model.ffn_hidden_size is None and model.hidden_size is not None:
-        wide = 4 * model.hidden_size
-        model.ffn_hidden_size = int((wide * 2 / 3) / 64) * 64 if model.swiglu else wide
+    model.ffn_hidden_size = ffn_width(model)
     if model.num_attention_heads:
         if model.kv_channels is None and model.hidden_size is not None:
             model.kv_channels = model.hidden_size // model.num_attention_heads

@@ -64,18 +64,38 @@ def shrink(config: RunConfig, data_parallel_size: int) -> RunConfig:
         layout.num_virtual_stages_per_pipeline_rank = chunks if chunks > 1 else None
     elif model.num_layers > 48:
         raise FlagError("--shrink keeps uneven stages as they are: give fewer --num-layers")
-    length = 16 * tp * layout.context_parallel_size
+    _small_batch(config, length=16 * tp * layout.context_parallel_size)
+    training.micro_batch_size = min(training.micro_batch_size or 1, 2)
+    training.global_batch_size = training.micro_batch_size * data_parallel_size * 2 * pp
+    return config
+
+
+def _small_batch(config: RunConfig, length: int) -> None:
+    """Sequences of `length` tokens from a rule, and a constant batch size."""
     config.data = replace(
         config.data, mock_data=True, data_path=None, train_data_path=None, valid_data_path=None, test_data_path=None,
         data_args_path=None, seq_length=length,
     )  # fmt: skip
-    model.max_position_embeddings = length
-    model.make_vocab_size_divisible_by = min(model.make_vocab_size_divisible_by, 8)
+    config.model.max_position_embeddings = length
+    config.model.make_vocab_size_divisible_by = min(config.model.make_vocab_size_divisible_by, 8)
     config.tokenizer = replace(config.tokenizer, tokenizer_type="NullTokenizer", tokenizer_model=None, vocab_size=130)
-    training.rampup_batch_size, training.step_batch_size_schedule = None, None
-    layout.microbatch_group_size_per_virtual_pipeline_stage = None
-    training.micro_batch_size = min(training.micro_batch_size or 1, 2)
-    training.global_batch_size = training.micro_batch_size * data_parallel_size * 2 * pp
+    config.training.rampup_batch_size = config.training.step_batch_size_schedule = None
+    config.layout.microbatch_group_size_per_virtual_pipeline_stage = None
+
+
+def for_matrix(config: RunConfig) -> RunConfig:
+    """A small network of the given kinds of layer that every layout of up to TP 4 x PP 4 x VPP 2 x DP 2 can run.
+
+    Grouped queries get two groups, fewer than TP 4, so that keys and values are copied there.
+    """
+    config = copy.deepcopy(config)
+    model = config.model
+    config.layout = LayoutConfig(**{name: getattr(config.layout, name) for name in _WHERE_NOT_HOW})
+    model.num_layers, model.num_attention_heads, model.hidden_size = 8, 4, 32
+    model.num_query_groups = 2 if model.group_query_attention else 1
+    model.ffn_hidden_size, model.kv_channels = 96, 8
+    _small_batch(config, length=16)
+    config.training.micro_batch_size, config.training.global_batch_size = 1, 8
     return config
 
 

@@ -14,8 +14,8 @@ from megalite.config.errors import FlagError
 from megalite.config.schema import RunConfig
 from megalite.distributed.pool import ProcessPool
 from megalite.verify.compare import Difference
-from megalite.verify.configs import for_proof, resolved, shrink
-from megalite.verify.layouts import Variant, variants
+from megalite.verify.configs import for_matrix, for_proof, resolved, shrink
+from megalite.verify.layouts import variants
 from megalite.verify.proof import Prover
 
 _SHOWN = 12  # parameters listed
@@ -112,11 +112,7 @@ def prove_matrix(
         raise FlagError(f"--matrix {processes} must be at least 1")
     if config.model.preset is not None:
         fill_from_preset(config, explicit)
-    widest = Variant(tp=4, pp=4, chunks=2, dp=1, schedule="interleaved")
-    base = for_proof(config, steps)
-    small = shrink(resolved(widest.apply(base), widest.processes), 2)
-    small.training.global_batch_size = 8 * (small.training.micro_batch_size or 1)
-    small.data.seq_length = small.model.max_position_embeddings = 32
+    small = for_matrix(for_proof(config, steps))
     chosen = list(variants(processes))
     rows = []
     print(f"{'layout':44} {'loss':>9} {'norm':>9} {'gradients':>9}  verdict")

@@ -146,6 +146,11 @@ BAD = [
         "--tensor-model-parallel-size 2 does not divide --ffn-hidden-size 101",
     ),
     (
+        "--swiglu --hidden-size 96 --num-attention-heads 6 --tensor-model-parallel-size 3",
+        3,
+        "--tensor-model-parallel-size 3 does not divide --ffn-hidden-size 256 (its default)",
+    ),
+    (
         "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 63",
         2,
         "--sequence-parallel: --tensor-model-parallel-size 2 does not divide --seq-length 63",
@@ -399,12 +404,17 @@ def test_a_planned_feature_that_is_off_is_not_refused() -> None:
     assert not_built(config) == []
 
 
-def test_a_schedule_that_is_not_built_is_refused() -> None:
-    assert not_built(given("--pipeline-schedule 1f1b")) == []
-    for name in ("gpipe", "interleaved", "zb-h1"):
-        assert not_built(given(f"--pipeline-schedule {name}"))[-1] == (
-            f"--pipeline-schedule {name}: this schedule is not built yet"
-        )
+def test_tensor_sequence_and_pipeline_parallelism_and_recompute_are_built() -> None:
+    for words in (
+        "--tensor-model-parallel-size 4 --sequence-parallel",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
+        "--num-layers 3 --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split",
+        *(f"--pipeline-schedule {name}" for name in ("auto", "gpipe", "1f1b", "interleaved", "zb-h1")),
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        "--recompute-activations --recompute-modules mlp layernorm",
+    ):
+        assert not_built(given(words)) == [], words
 
 
 def test_a_setting_that_does_nothing_beside_the_others_is_said() -> None:

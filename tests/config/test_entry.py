@@ -132,18 +132,12 @@ def test_a_bad_flag_ends_the_program_with_status_2_and_its_message_alone() -> No
         assert done.stdout == ""
 
 
-def test_megatrons_gpt3_175b_list_lacks_only_what_is_not_built() -> None:
-    assert refused(GPT3_175B, 1024) == [
-        "--tensor-model-parallel-size 8: tensor parallelism is not built yet",
-        "--pipeline-model-parallel-size 16: pipeline parallelism is not built yet",
-    ]
-
-
-def test_megatrons_gpt3_175b_list_runs_shrunk() -> None:
-    shrunk = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
-    one_rank = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
-    config, notes = read(f"{GPT3_175B} {shrunk} {one_rank}")
+def test_megatrons_gpt3_175b_list_is_taken_as_it_stands() -> None:
+    config, notes = read(GPT3_175B, 1024)
     assert notes == []
+    layout = config.layout
+    assert (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size) == (8, 16)
+    assert layout.pipeline_schedule == "1f1b"
     assert config.training.global_batch_size == 1536
     assert config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
 
@@ -179,4 +173,7 @@ def test_megatrons_llama3_8b_list_runs_shrunk_to_one_rank_without_fp8() -> None:
         "--overlap-grad-reduce",
         "--overlap-param-gather",
         "--tiktoken-pattern",
+        "--split",
+        "--data-cache-path",
+        "--no-mmap-bin-files",
     }

@@ -59,6 +59,15 @@ MICRO_RUN = MOCK + _COMMON + "--micro-batch-size 2 --global-batch-size 4 --num-w
 MICRO = MICRO_RUN + MICRO_NETWORK
 """As small as a network gets, with dropout 0.1."""
 
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --attention-backend unfused "
+DOCUMENTS = "--eod-mask-loss --reset-position-ids --reset-attention-mask "
+LLAMA = (
+    "--normalization RMSNorm --position-embedding-type rope --swiglu --group-query-attention --num-query-groups 2 "
+    "--untie-embeddings-and-output-weights --disable-bias-linear "
+)
+TOLERANCE = 1e-10
+"""Largest relative difference between layouts in float64."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -302,6 +311,18 @@ def gradient_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
         scale = max(tensor.abs().max().item(), 1e-6 * norm)
         worst = max(worst, (a[name] - tensor).abs().max().item() / scale)
     return worst
+
+
+def outputs(folder: Path) -> str:
+    """Flags with which a run leaves in `folder` what `assert_equal` compares."""
+    return f"--metrics-file {folder}/metrics.jsonl --dump-grads {folder} "
+
+
+def assert_equal(folder: Path, reference: Path, tolerance: float = TOLERANCE) -> None:
+    """Every step's loss and gradient norm, and all gradients of the first step, of two runs of 10 steps."""
+    assert len(steps(folder / "metrics.jsonl")) == 10
+    assert largest_difference(folder / "metrics.jsonl", reference / "metrics.jsonl") <= tolerance
+    assert gradient_difference(gradients(folder), gradients(reference)) <= tolerance
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, Tensor]:

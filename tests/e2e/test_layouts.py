@@ -10,34 +10,20 @@ import pytest
 from megalite.config.entry import read_config
 from megalite.data.gpt_dataset import build_datasets
 from tests.data.token_files import EOD, VOCABULARY, random_documents, write_tokens
-from tests.e2e.runs import MOCK, T0, gradient_difference, gradients, largest_difference, program, run, steps
-
-TOLERANCE = 1e-10
-DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --attention-backend unfused "
-DOCUMENTS = "--eod-mask-loss --reset-position-ids --reset-attention-mask "
-LLAMA = (
-    "--normalization RMSNorm --position-embedding-type rope --swiglu --group-query-attention --num-query-groups 2 "
-    "--untie-embeddings-and-output-weights --disable-bias-linear "
+from tests.e2e.runs import (
+    DOCUMENTS,
+    DROPOUT,
+    LLAMA,
+    MOCK,
+    T0,
+    assert_equal,
+    gradient_difference,
+    gradients,
+    largest_difference,
+    outputs,
+    program,
+    run,
 )
-
-
-def outputs(folder: Path) -> str:
-    return f"--metrics-file {folder}/metrics.jsonl --dump-grads {folder} "
-
-
-def assert_equal(folder: Path, reference: Path, tolerance: float = TOLERANCE) -> None:
-    """Every step's loss and gradient norm, and all gradients of the first step."""
-    assert len(steps(folder / "metrics.jsonl")) == 10
-    assert largest_difference(folder / "metrics.jsonl", reference / "metrics.jsonl") <= tolerance
-    assert gradient_difference(gradients(folder), gradients(reference)) <= tolerance
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process, started by hand."""
-    folder = tmp_path_factory.mktemp("reference")
-    program(f"{T0} --fp64 {outputs(folder)}")
-    return folder
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -60,15 +46,18 @@ def test_a_wrong_batch_size_or_seed_would_be_noticed(reference: Path, tmp_path: 
     assert gradient_difference(gradients(tmp_path), gradients(reference)) > 1e-3
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param(DROPOUT, id="dropout"),
-        pytest.param(DROPOUT + DOCUMENTS + LLAMA, id="llama"),
-        pytest.param("--optimizer sgd --clip-grad 0.5 --label-smoothing 0.1 --decoupled-lr 1e-2 ", id="sgd"),
-    ],
-)
-def test_two_ranks_compute_what_one_process_computes(flags: str, tmp_path: Path) -> None:
+def test_two_ranks_drop_out_what_one_process_drops_out(dropout_reference: Path, tmp_path: Path) -> None:
+    run(f"{T0} {DROPOUT} --fp64 {outputs(tmp_path)} --num-workers 0", 2)
+    assert_equal(tmp_path, dropout_reference)
+
+
+def test_two_ranks_train_a_llama_on_documents_as_one_process_does(llama_reference: Path, tmp_path: Path) -> None:
+    run(f"{T0} {LLAMA} {DROPOUT} {DOCUMENTS} --fp64 {outputs(tmp_path)} --num-workers 0", 2)
+    assert_equal(tmp_path, llama_reference)
+
+
+def test_two_ranks_compute_what_one_process_computes_with_sgd(tmp_path: Path) -> None:
+    flags = "--optimizer sgd --clip-grad 0.5 --label-smoothing 0.1 --decoupled-lr 1e-2 "
     for size in (1, 2):
         run(f"{T0} {flags} --fp64 {outputs(tmp_path / str(size))} --num-workers 0", size)
     assert_equal(tmp_path / "2", tmp_path / "1")

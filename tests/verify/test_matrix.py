@@ -1,0 +1,85 @@
+"""Every layout computes what one process computes.
+
+The full product of layouts, schedules, recompute, tied or untied output and dropout runs with `-m full_matrix`; by
+default a part of it runs in which every two values of different axes meet.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megalite.distributed.pool import ProcessPool
+from megalite.verify.layouts import Variant, variants
+from megalite.verify.proof import Prover
+from tests.verify.networks import network
+
+TOLERANCE = 1e-10
+RECOMPUTE = (None, "full", "selective")
+Case = tuple[Variant, bool, float, bool]  # layout, tied, dropout, Llama's kinds of layer
+
+FULL: list[Case] = [
+    (variant, tied, dropout, tied != bool(dropout))
+    for variant in variants(8, RECOMPUTE)
+    for tied in (True, False)
+    for dropout in (0.0, 0.1)
+]
+
+
+def _values(case: Case) -> list[tuple[str, object]]:
+    variant, tied, dropout, _ = case
+    return [
+        ("tp", (variant.tp, variant.sequence_parallel)),
+        ("pp", (variant.pp, variant.chunks, variant.schedule)),
+        ("dp", variant.dp),
+        ("recompute", variant.recompute),
+        ("tied", tied),
+        ("dropout", dropout),
+    ]
+
+
+def _pairwise(cases: list[Case]) -> list[Case]:
+    """Few of the cases in which every pair of values that occurs in any occurs."""
+    pairs = {id(case): set(itertools.combinations(_values(case), 2)) for case in cases}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs[id(case)] & missing) - case[0].processes / 100)
+        chosen.append(best)
+        missing -= pairs[id(best)]
+    return chosen
+
+
+def _name(case: Case) -> str:
+    variant, tied, dropout, llama = case
+    return f"{variant}, {'tied' if tied else 'untied'}, dropout {dropout}, {'llama' if llama else 'gpt2'}"
+
+
+@pytest.fixture(scope="session")
+def prover(pool: ProcessPool) -> Prover:
+    return Prover(pool, steps=10)
+
+
+def _check(prover: Prover, case: Case) -> None:
+    variant, tied, dropout, llama = case
+    config = variant.apply(network(tied=tied, dropout=dropout, llama=llama))
+    difference = prover.prove(config, variant.processes)
+    assert difference.worst <= TOLERANCE, difference
+    if variant.tp == variant.dp == 1 and not tied:
+        assert difference.bitwise, difference
+
+
+@pytest.mark.parametrize("case", _pairwise(FULL), ids=_name)
+def test_layout_equals_one_process(prover: Prover, case: Case) -> None:
+    _check(prover, case)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("case", FULL, ids=_name)
+def test_every_layout_equals_one_process(prover: Prover, case: Case) -> None:
+    _check(prover, case)
+
+
+def test_the_full_matrix_is_large() -> None:
+    assert len(FULL) >= 150

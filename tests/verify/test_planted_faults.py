@@ -1,0 +1,98 @@
+"""The proof finds what it is there to find: faults are planted in the workers, and the difference shows."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.pool import ProcessPool
+from megalite.optimizer.copies import CopySums
+from megalite.optimizer.gradient_norm import Slot, _owned_squares
+from megalite.training.trainer import Trainer
+from megalite.verify.layouts import Variant
+from megalite.verify.proof import Prover
+from megalite.verify.trace import Trace, trace
+from tests.verify.networks import network
+
+TOLERANCE = 1e-10
+SEQUENCE_PARALLEL = (
+    "layernorm.weight",
+    "layernorm.bias",
+    "position_embeddings.weight",
+    "linear_proj.bias",
+    "linear_fc2.bias",
+)
+"""Parameters that each tensor-parallel rank applies to its part of the tokens."""
+Values = dict[str, dict[str, Any]]
+
+
+def _no_copy_sums(mesh: Mesh, values: Values, steps: int) -> Trace | None:
+    """Sequence parallelism whose norm gradients stay partial."""
+    with mock.patch.object(CopySums, "reduce", return_value=None):
+        return trace(mesh, values, steps)
+
+
+def _tied_counted_twice(mesh: Mesh, values: Values, steps: int) -> Trace | None:
+    """Every holder of a copy counts it in the norm."""
+
+    def squares(slot: Slot, flat: Any, rank: int) -> Any:
+        total = _owned_squares(slot, flat, rank)
+        if slot.name == "embedding.word_embeddings.weight":
+            total = slot.view(flat).double().square().sum()
+        return total
+
+    with mock.patch("megalite.optimizer.gradient_norm._owned_squares", squares):
+        return trace(mesh, values, steps)
+
+
+def _swapped_stages(mesh: Mesh, values: Values, steps: int) -> Trace | None:
+    """The second stage holds the layers of the first, and the other way round."""
+    from megalite.models.stages import StageSpan, stage_spans
+
+    def swapped(config: Any) -> list[list[StageSpan]]:
+        spans = [ranks[0] for ranks in stage_spans(config)]
+        layers = [(span.first_layer, span.last_layer) for span in reversed(spans)]
+        return [
+            [StageSpan(first, last, span.has_embedding, span.has_output, span.tied_stages)]
+            for span, (first, last) in zip(spans, layers, strict=True)
+        ]
+
+    with mock.patch("megalite.training.run.stage_spans", swapped):
+        return trace(mesh, values, steps)
+
+
+def _local_normaliser(mesh: Mesh, values: Values, steps: int) -> Trace | None:
+    """The loss is divided by the tokens of this data rank instead of all."""
+    count = Trainer._count_tokens
+
+    def local(self: Trainer, microbatches: Any) -> Any:
+        return count(self, microbatches) / mesh.dp.size
+
+    with mock.patch.object(Trainer, "_count_tokens", local):
+        return trace(mesh, values, steps)
+
+
+@pytest.mark.parametrize(
+    ("variant", "tracer", "where"),
+    [
+        (Variant(tp=2, sequence_parallel=True), _no_copy_sums, "gradients"),
+        (Variant(pp=2, schedule="1f1b"), _tied_counted_twice, "norm"),
+        (Variant(pp=2, schedule="1f1b"), _swapped_stages, "loss"),
+        (Variant(dp=2), _local_normaliser, "loss"),
+    ],
+    ids=["missing sequence-parallel sum", "tied embedding counted twice", "swapped stages", "wrong normaliser"],
+)
+def test_a_planted_fault_is_found(pool: ProcessPool, variant: Variant, tracer: Any, where: str) -> None:
+    prover = Prover(pool, steps=2)
+    config = variant.apply(network(steps=2))
+    difference = prover.prove(config, variant.processes, tracer=tracer)
+    assert difference.worst > TOLERANCE
+    if where in ("loss", "norm"):
+        assert getattr(difference, where) > TOLERANCE
+    else:
+        wrong = {name for name, value in difference.parameters.items() if value > TOLERANCE}
+        assert wrong == {name for name in difference.parameters if name.endswith(SEQUENCE_PARALLEL)}
+    assert prover.prove(config, variant.processes).worst <= TOLERANCE
