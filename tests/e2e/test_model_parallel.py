@@ -200,11 +200,12 @@ def finite(path: Path) -> Path:
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path) -> None:
     """Written at TP 2 x PP 2 after 5 steps. The sixth is skipped, which changes no tensor: what is saved after it is
     what was loaded."""
-    flags = f"{T0} {DROPOUT} --fp64 --num-workers 0 --nan-action skip --save-interval 100"
+    flags = f"{T0} {DROPOUT} --fp64 --num-workers 0 --nan-action skip"
     straight = tmp_path / "straight.jsonl"
     run(f"{flags} --metrics-file {straight}", fault="nan-gradient:0:6")
     source = tmp_path / "source"
-    run(f"{flags} {TP2 + PP2} --exit-interval 5 --save {source} --metrics-file {tmp_path}/a.jsonl", 4)
+    saving = f"--save {source} --save-interval 5 --exit-interval 5 --metrics-file {tmp_path}/a.jsonl"
+    run(f"{flags} {TP2 + PP2} {saving}", 4)
     before = checkpoint_tensors(checkpoint(source, 5))
     for name, layout, processes in (("one", "", 1), ("interleaved", PP2 + VPP2, 2), ("TP", TP2 + SP, 2)):
         folder = tmp_path / name
