@@ -50,7 +50,7 @@ def main() -> int:
         f"--metrics-file={RUN}/metrics.jsonl",
     ]
     launch = ["torchrun", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py", "@examples/quickstart.args"]
-    run("train on two data-parallel processes", *launch, *data, *TOKENIZER, *outputs)
+    run("train on two processes that share every matrix", *launch, *data, *TOKENIZER, *outputs)
     files = ["--train", f"{RUN}/train_text_document", "--valid", f"{RUN}/valid_text_document"]
     words = ["python", "-m", "megalite.data.bigram", *files, "--vocab-size", size]
     bigram = float(run("the loss of counting pairs of tokens", *words, capture=True).split()[2])

@@ -30,9 +30,6 @@ def _needs(config: RunConfig, needed: bool, reason: str, *paths: str) -> Iterato
             yield f"{fields[path].show(get(config, path))} needs {reason}"
 
 
-# -------------------------------------------------------------------------------------------------------- batches
-
-
 def batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Batch sizes that don't divide over the data-parallel ranks, and schedules of them."""
     training, replicas = config.training, data_parallel_size(config.layout, world_size)
@@ -82,9 +79,6 @@ def _step_problems(config: RunConfig, per_step: int, whole: str) -> Iterator[str
         yield f"--global-batch-size {training.global_batch_size} is not the last of --step-batch-size-schedule, {last}"
     if training.rampup_batch_size:
         yield "--step-batch-size-schedule and --rampup-batch-size exclude each other"
-
-
-# ------------------------------------------------------------------------------------------------ loop, schedules
 
 
 def training_problems(config: RunConfig) -> Iterator[str]:
@@ -166,9 +160,6 @@ def _unit_problems(config: RunConfig) -> Iterator[str]:
         yield "--lr-wsd-decay-iters and --lr-wsd-decay-samples need --lr-decay-style WSD"
 
 
-# ------------------------------------------------------------------------------------------------ data, tokenizer
-
-
 def data_problems(config: RunConfig) -> Iterator[str]:
     """One source of data, and its split."""
     data = config.data
@@ -229,9 +220,6 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
     for name in TOKENIZER_NEEDS[kind]:
         if getattr(config.tokenizer, name) is None:
             yield f"--tokenizer-type {kind}{default} needs --{name.replace('_', '-')}"
-
-
-# ------------------------------------------------------------------------------------------ checkpoints, reporting
 
 
 def checkpoint_problems(config: RunConfig) -> Iterator[str]:

@@ -72,9 +72,6 @@ class _HelpFormatter(argparse.HelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
-# ------------------------------------------------------------------------------------------------------- building
-
-
 def build_parser(
     program: str, description: str, sections: Sequence[str] | None = None, *, megatron: bool | None = None
 ) -> FlagParser:
@@ -188,9 +185,6 @@ def _help(field: Field) -> str:
     if field.planned:
         parts.append(" [not built yet]")
     return "".join(parts).replace("%", "%%")
-
-
-# -------------------------------------------------------------------------------------------------------- parsing
 
 
 def parse_namespace(parser: FlagParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -26,13 +26,6 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
     return tensor
 
 
-def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
-    """Copy the tensor of the group's member `source` to all, in place."""
-    if group.size > 1:
-        dist.broadcast(tensor, src=group.ranks[source], group=group.process_group)
-    return tensor
-
-
 def all_gather_objects(value: Any, group: Group) -> list[Any]:
     """Every member's picklable `value`, in group order."""
     if group.size == 1:

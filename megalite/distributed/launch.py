@@ -30,7 +30,7 @@ from megalite.distributed.mesh import Mesh
 RENDEZVOUS_SECONDS = 45
 _OTHERS_WAIT = 15.0  # so that the speaking rank's message is out before the launcher ends the rest
 _GRACE = 1.0  # a rank that fails for its own reasons lets rank 0 speak first, where both fail alike
-_PEER_FAILURE = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|NCCL|remote process|Socket", re.IGNORECASE)
+_PEER_FAILURE = re.compile(r"gloo/transport|Connection (closed|reset) by peer|remote process exited", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,17 @@ def read_environment() -> Environment:
     return environment
 
 
-def choose_device(name: str, local_rank: int) -> torch.device:
-    """`auto`, `cpu` or `cuda` → this rank's device. A FlagError where there is no such device."""
+def choose_device(name: str, environment: Environment) -> torch.device:
+    """`auto`, `cpu` or `cuda` → this rank's device. A FlagError, alike on all ranks, where there are too few."""
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
-    if local_rank >= available:
-        raise FlagError(f"--device {name}: local rank {local_rank} has no GPU of its own, {available} here")
-    return torch.device("cuda", local_rank)
+    if environment.local_world_size > available:
+        raise FlagError(
+            f"--device {name}: {environment.local_world_size} processes on this machine need a GPU each, and there are "
+            f"{available}: start fewer, or use --device cpu"
+        )
+    return torch.device("cuda", environment.local_rank)
 
 
 def set_threads(threads: int | None, local_world_size: int) -> int:
@@ -135,14 +138,19 @@ def _say(message: str) -> None:
 
 
 def _fail(error: BaseException, environment: Environment) -> None:
-    """Tell of a failure once and exit 1."""
+    """Tell of a failure once and exit 1.
+
+    An error that may only say that another rank is gone waits for that rank to tell: under torchrun this process is
+    ended meanwhile. Where nobody does, it is the failure.
+    """
     shared_launch = environment.world_size > 1
     if shared_launch and not isinstance(error, UserError) and _is_peer_failure(error):
-        time.sleep(_OTHERS_WAIT if environment.under_torchrun else _GRACE)
-        first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        _say(f"rank {environment.rank}: stopped, because another rank failed ({first})")
-        _exit(1)
-    if shared_launch and environment.rank != 0:
+        time.sleep(_OTHERS_WAIT)
+        if not environment.under_torchrun:
+            first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            _say(f"rank {environment.rank}: stopped, probably because another rank failed ({first})")
+            _exit(1)
+    elif shared_launch and environment.rank != 0:
         time.sleep(_GRACE)
     if isinstance(error, UserError):
         if not error.everywhere or environment.rank == 0:

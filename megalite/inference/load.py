@@ -18,7 +18,7 @@ from megalite.config.errors import FlagError, UserError
 from megalite.config.fields import put
 from megalite.config.schema import RunConfig, TokenizerConfig
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
-from megalite.distributed.launch import choose_device, set_threads
+from megalite.distributed.launch import Environment, choose_device, set_threads
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.models.gpt import GPTStage
 from megalite.models.stages import whole_model
@@ -50,7 +50,7 @@ def load_for_generation(root: str, *, step: int | None = None, given: Mapping[st
     if found is None:
         raise UserError(f"--load {root}: there is no checkpoint in this folder")
     config = override(read_config(found.path), given or {})
-    device = choose_device(config.layout.device, 0)
+    device = choose_device(config.layout.device, Environment())
     set_threads(config.layout.threads_per_rank, 1)
     tokenizer = build_tokenizer(config.tokenizer)
     _check_vocabulary(found.path, tokenizer, config.tokenizer)

@@ -6,11 +6,14 @@ by their global number, perhaps the output. One process owns one stage that has 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from megalite.models.stages import StageSpan
-from megalite.nn.attention_backend import AttentionBackend
+from megalite.nn.attention import visibility
+from megalite.nn.attention_backend import AttentionBackend, bounded_window
 from megalite.nn.cross_entropy import vocabulary_parallel_cross_entropy
 from megalite.nn.dropout import hidden_dropout
 from megalite.nn.embedding import PositionEmbedding, VocabularyParallelEmbedding, vocabulary_spec
@@ -82,6 +85,7 @@ class GPTStage(ShardedModule):
         super().__init__()
         config = build.config
         self.config, self.span, self.vocab_size = config, span, vocab_size
+        self.backend, self.window = backend, bounded_window(config)
         self.wide, self.compute, self.group = build.precision.wide, build.precision.compute, build.mesh.tp
         self.sequence_parallel = build.mesh.layout.sequence_parallel
         self.weight_gradients = build.weight_gradients
@@ -100,6 +104,8 @@ class GPTStage(ShardedModule):
         if self.span.has_embedding:
             assert self.embedding is not None
             x = self.embedding(x, info)
+        if self.backend.kernel != "varlen":  # one mask for all layers
+            info = replace(info, visible=visibility(info, info.position_ids.shape[1], self.window))
         rotary = None
         if self.config.position_embedding_type == "rope":
             rotary = rotary_table(self.config, info.position_ids, self.wide)
@@ -114,11 +120,17 @@ class GPTStage(ShardedModule):
         return self.embedding.word_embeddings.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[s, b, h] of the last stage → [s, b, local columns]; columns of vocabulary padding are cut off."""
+        """[s, b, h] of the last stage → [s, b, local columns]; those of vocabulary padding are left out."""
         weight = self.output_weight
-        logits = linear(hidden, weight, self.group, gather=self.sequence_parallel, gradients=self.weight_gradients)
-        first = self.group.rank * weight.shape[0]
-        return logits[..., : max(0, min(self.vocab_size - first, weight.shape[0]))]
+        rows = max(0, min(self.vocab_size - self.group.rank * weight.shape[0], weight.shape[0]))
+        return linear(
+            hidden,
+            weight,
+            self.group,
+            gather=self.sequence_parallel,
+            rows=rows,
+            gradients=self.weight_gradients,
+        )
 
     def token_losses(self, hidden: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
         """Cross-entropy in nats of every token, wide [s, b], for `labels` [b, s]."""

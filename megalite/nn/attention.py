@@ -62,7 +62,8 @@ def unfused_attention(
     groups, length = k.shape[1], k.shape[2]
     scale = 1.0 / math.sqrt(width)
     q = q.reshape(batch, groups, heads // groups, queries, width)
-    scores = (q @ k.unsqueeze(2).transpose(-1, -2)).to(wide) * scale
+    # Scaled before the product, which could overflow in half precision.
+    scores = ((q * scale) @ k.unsqueeze(2).transpose(-1, -2)).to(wide)
     if visible is None:
         visible = torch.ones(queries, length, dtype=torch.bool, device=q.device).tril(length - queries)[None, None]
     scores = scores.masked_fill(~visible.unsqueeze(2), float("-inf"))
@@ -112,6 +113,11 @@ class CoreAttention:
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, training: bool) -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
+            # Only half-precision kernels share keys there; without copies the slow one with an s² matrix would run.
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+            grouped = False
         chosen = sdpa_kernel(list(self.backend.sdpa)) if self.backend.sdpa else contextlib.nullcontext()
         with chosen:
             return F.scaled_dot_product_attention(
@@ -121,7 +127,7 @@ class CoreAttention:
                 attn_mask=visible,
                 is_causal=visible is None,
                 dropout_p=self.drop if training else 0.0,
-                enable_gqa=q.shape[1] != k.shape[1],
+                enable_gqa=grouped,
             )
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, info: SequenceInfo) -> Tensor:

@@ -1,8 +1,8 @@
 """Column- and row-parallel linear layers (Shoeybi et al. 2019).
 
 Key idea: the weight's gradient is accumulated straight into the wide main gradient (`weight.main_grad`, set by the
-optimizer's buffers) by the GEMM that computes it, so no half-precision sum and no second buffer ever exists. Without a
-main gradient the layer is an ordinary one.
+optimizer's buffers), by the GEMM that computes it where torch has such a one. Without a main gradient the layer is an
+ordinary one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def accumulate_weight_gradient(main_grad: Tensor, grad: Tensor, x: Tensor) -> No
     """main_grad += grad^T x: grad [tokens, out] and x [tokens, in] in the compute dtype, main_grad [out, in] wide."""
     if main_grad.dtype == grad.dtype:
         main_grad.addmm_(grad.t(), x)
-    else:
+    elif grad.is_cuda:
+        torch.addmm(main_grad, grad.t(), x, out_dtype=main_grad.dtype, out=main_grad)
+    else:  # a CPU has no GEMM of mixed dtypes: the product of one microbatch is rounded before it is added
         main_grad.add_(grad.t() @ x)
 
 
@@ -44,19 +46,25 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, group: Group | None, gather: bool, gradients: WeightGradients | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        rows: int | None,
+        group: Group | None,
+        gather: bool,
+        gradients: WeightGradients | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.gather, ctx.gradients = group, gather, gradients
+        ctx.rows, ctx.group, ctx.gather, ctx.gradients = rows, group, gather, gradients
         if group is not None and gather:
             x = start_all_gather(x, group).wait()
-        return F.linear(x, weight.view(-1, x.shape[-1]))
+        return F.linear(x, weight.view(-1, x.shape[-1])[:rows])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad, group = grads[0], ctx.group
-        matrix = weight.view(-1, x.shape[-1])
+        matrix = weight.view(-1, x.shape[-1])[: ctx.rows]
         gathered = start_all_gather(x, group) if group is not None and ctx.gather else Pending(x)
         x_grad = Pending(grad @ matrix) if ctx.needs_input_grad[0] else None
         x_full = gathered.wait()
@@ -64,16 +72,19 @@ class _Linear(torch.autograd.Function):
             start = start_reduce_scatter if ctx.gather else start_all_reduce
             x_grad = start(x_grad.result, group)
         weight_grad = _weight_gradient(weight, grad, x_full, ctx.gradients) if ctx.needs_input_grad[1] else None
-        return None if x_grad is None else x_grad.wait(), weight_grad, None, None, None
+        return None if x_grad is None else x_grad.wait(), weight_grad, None, None, None, None
 
 
 def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, gradients: WeightGradients | None) -> Tensor | None:
     """Accumulate into the weight's main gradient, now or later; or return the gradient where there is none."""
-    flat_grad, flat_x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    rows = flat_grad.shape[1]
     if main_grad is None:
-        return (flat_grad.t() @ flat_x).view_as(weight)
-    target = main_grad.view(flat_grad.shape[1], flat_x.shape[1])
+        result = torch.zeros_like(weight)
+        result.view(-1, flat_x.shape[1])[:rows] = flat_grad.t() @ flat_x
+        return result
+    target = main_grad.view(-1, flat_x.shape[1])[:rows]
     job = partial(accumulate_weight_gradient, target, flat_grad, flat_x)
     if gradients is None:
         job()
@@ -88,16 +99,17 @@ def linear(
     group: Group | None = None,
     *,
     gather: bool = False,
+    rows: int | None = None,
     gradients: WeightGradients | None = None,
 ) -> Tensor:
     """`x` [s, ..., in] times the transpose of `weight` [..., in] flattened to [out, in]: [s, ..., out].
 
     `group`: ranks that hold different rows of the weight; the input's gradient is summed over them. `gather`: each of
-    them holds only its part of the input's first dimension.
+    them holds only its part of the input's first dimension. `rows`: only the first so many outputs.
     """
     if group is not None and group.size == 1:
         group = None
-    return cast(Tensor, _Linear.apply(x, weight, group, gather, gradients))
+    return cast(Tensor, _Linear.apply(x, weight, rows, group, gather, gradients))
 
 
 class ColumnParallelLinear(ShardedModule):

@@ -20,7 +20,7 @@ class Norm(ShardedModule):
 
     def __init__(self, build: Build, width: int, *, partial: bool):
         super().__init__()
-        self.width = width
+        self.width, self.wide = width, build.precision.wide
         self.epsilon = build.config.norm_epsilon
         self.is_rms = build.config.normalization == "RMSNorm"
         self.plus_one = build.config.apply_layernorm_1p
@@ -34,7 +34,13 @@ class Norm(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x` [..., width]."""
-        weight = self.weight + 1 if self.plus_one else self.weight
+        if not self.plus_one:
+            return self._norm(x, self.weight, self.bias)
+        # A small weight plus one is one in half precision: all of it in the wide dtype.
+        bias = None if self.bias is None else self.bias.to(self.wide)
+        return self._norm(x.to(self.wide), self.weight.to(self.wide) + 1, bias).to(x.dtype)
+
+    def _norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.is_rms:
             return F.rms_norm(x, (self.width,), weight, self.epsilon)
-        return F.layer_norm(x, (self.width,), weight, self.bias, self.epsilon)
+        return F.layer_norm(x, (self.width,), weight, bias, self.epsilon)

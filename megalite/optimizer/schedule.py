@@ -7,7 +7,7 @@ a ramp-up neither shortens a warm-up nor lets a decay run past its end. Formulas
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from megalite.config.batches import batch_size_at, batch_size_stages
@@ -156,6 +156,12 @@ class Schedule:
     def to_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], default: Schedule) -> Schedule:
+        """The inverse; what another version didn't write is as in `default`."""
+        known = {field.name for field in fields(cls)}
+        return replace(default, **{key: value for key, value in values.items() if key in known})
 
 
 def _shape(style: str, share: float) -> float:

@@ -26,8 +26,8 @@ HIDDEN = "hidden"  # activations between stages: [s, b, h], with sequence parall
 
 
 def move(batch: Microbatch, mesh: Mesh, dropout_key: Tensor | None = None) -> tuple[Microbatch, SequenceInfo]:
-    """A microbatch on the mesh's device, and what a forward needs to know of it. `dropout_key`: the run's, None in
-    evaluation."""
+    """A microbatch on the mesh's device, and what a forward needs to know of it. `dropout_key`: the run's, on
+    that device, None in evaluation."""
     device, borders = mesh.device, None
     if batch.document_ids is not None and device.type == "cuda":
         # Their number is data: found on the host, so that nothing waits for the device.
@@ -41,7 +41,7 @@ def move(batch: Microbatch, mesh: Mesh, dropout_key: Tensor | None = None) -> tu
         token_index=token_index,
         document_ids=batch.document_ids,
         document_borders=borders,
-        dropout_keys=None if dropout_key is None else random.fold(dropout_key.to(device), batch.sample_ids),
+        dropout_keys=None if dropout_key is None else random.fold(dropout_key, batch.sample_ids),
     )
     return batch, info
 
@@ -74,7 +74,7 @@ class GPTExecutor:
         `dropout_key` it is an evaluation. `loss_sum`, which only ranks of the last stage add to, starts from zero."""
         self._microbatches = microbatches
         self._training = dropout_key is not None
-        self._dropout_key = dropout_key
+        self._dropout_key = None if dropout_key is None else dropout_key.to(self.mesh.device)
         self._scale = scale
         self._kept.clear()
         self.loss_sum.zero_()

@@ -31,17 +31,20 @@ class Loop:
 
     def run(self) -> None:
         """Train to the end or to a reason to stop; then, at the end, evaluate on what there is."""
-        stopped = False
-        if not self.config.validation.skip_train:
-            stopped = self._train()
-        if not stopped:
-            iteration = self.trainer.state.iteration
-            if not self._due(self.config.validation.eval_interval, iteration, trained=True):
-                self._evaluate("valid")
-            self._evaluate("test")
-        self.profiler.close()
-        for sink in self.sinks:
-            sink.close()
+        try:
+            self._run()
+        finally:
+            self.profiler.close()
+            for sink in self.sinks:
+                sink.close()
+
+    def _run(self) -> None:
+        if not self.config.validation.skip_train and self._train():
+            return
+        iteration = self.trainer.state.iteration
+        if not self._due(self.config.validation.eval_interval, iteration, trained=True):
+            self._evaluate("valid")
+        self._evaluate("test")
 
     def _train(self) -> bool:
         """Steps until the end (False) or a reason to stop (True). The last state is always saved."""

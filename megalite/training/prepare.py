@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ def prepare(argv: Sequence[str], environment: Environment, *, program: str, desc
 def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[str] = ()) -> Prepared:
     """The rooms' own checks of a resolved configuration. Mistakes are a FlagError."""
     try:
-        device = choose_device(config.layout.device, environment.local_rank)
+        device = choose_device(config.layout.device, environment)
         backend = choose_backend(config, device.type)
         problems = [*data_check.check(config), *check_sinks(config), *_length_problems(config)]
         problems += _schedule_problems(config, environment.world_size)
@@ -65,6 +66,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
     except ValueError as error:
         raise FlagError(str(error)) from error
     if config.training.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
         torch.use_deterministic_algorithms(True)
     threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)
     return Prepared(config, list(notes), environment, device, threads, backend, tokenizer, eod)

@@ -44,7 +44,9 @@ def _model_lines(config: RunConfig, stages: Sequence[GPTStage], mesh: Mesh) -> l
 
 
 def _memory_line(config: RunConfig, stages: Sequence[GPTStage], backend: AttentionBackend) -> str:
-    memory = estimate_memory(config, _local_parameters(stages), fused_attention=backend.kernel != "unfused")
+    memory = estimate_memory(
+        config, _local_parameters(stages), stages[0].vocab_size, fused_attention=backend.kernel != "unfused"
+    )
     return (
         f"predicted memory per rank: {size(memory.total)} = parameters {size(memory.parameters)} "
         f"+ main gradients {size(memory.main_gradients)} + main parameters {size(memory.main_parameters)} "

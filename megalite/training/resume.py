@@ -14,10 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from megalite.checkpoint.checkpoint import load_checkpoint, read_training_state
+from megalite.checkpoint.errors import CheckpointError, agree
 from megalite.checkpoint.metadata import describe
-from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint
+from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint, problem
 from megalite.config.errors import UserError
 from megalite.config.schema import CheckpointConfig, RunConfig
+from megalite.distributed.collectives import broadcast_object
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import ParamSpec
 from megalite.models.gpt import GPTStage
@@ -68,6 +70,26 @@ def locate(config: CheckpointConfig) -> tuple[CheckpointDirectory | None, bool]:
     return None, False
 
 
+def locate_together(config: CheckpointConfig, mesh: Mesh) -> tuple[CheckpointDirectory | None, bool]:
+    """As `locate`, decided by the first rank, so that no two ranks start from different checkpoints.
+
+    All ranks raise the same error where one of them can't see it whole. Collective over the world.
+    """
+    answer: tuple[CheckpointDirectory | None, bool] = (None, False)
+    error = None
+    if mesh.is_first:
+        try:
+            answer = locate(config)
+        except UserError as raised:
+            error = str(raised)
+    answer, error = broadcast_object((answer, error), mesh.world)
+    if error is not None:
+        raise CheckpointError(error)
+    found = answer[0]
+    agree(None if found is None else problem(found.path), mesh.world)
+    return answer
+
+
 def load(
     directory: CheckpointDirectory,
     *,
@@ -80,7 +102,6 @@ def load(
     weights_only: bool,
 ) -> tuple[TrainingState, Schedule, list[str]]:
     """Fill model and optimizer; the state and schedule to go on with, and notes for the user. Collective."""
-    weights_only = weights_only or config.checkpoint.finetune
     with_optimizer = config.checkpoint.load_optim and not weights_only
     stored = set(describe(directory))
     if with_optimizer and not any(key.startswith("optimizer.") for key in stored):
@@ -112,7 +133,7 @@ def load(
     if with_optimizer:
         optimizer.set_steps(int(values["optimizer_steps"]))
         scaler.load_state(values["loss_scaler"])
-    schedule, schedule_notes = choose_schedule(config, schedule, Schedule(**values["schedule"]))
+    schedule, schedule_notes = choose_schedule(config, schedule, Schedule.from_dict(values["schedule"], schedule))
     return state, schedule, notes + schedule_notes
 
 

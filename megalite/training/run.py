@@ -118,7 +118,7 @@ class Run:
 
     def _starting_state(self) -> TrainingState:
         config = self.config
-        found, weights_only = resume.locate(config.checkpoint)
+        found, weights_only = resume.locate_together(config.checkpoint, self.mesh)
         if found is None:
             if config.checkpoint.load is not None:
                 self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")

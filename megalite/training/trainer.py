@@ -76,7 +76,7 @@ class Trainer:
             self.on_first_gradients = None
         with self.timers.section("grad-norm", 2):
             result = self.optimizer.measure(loss_scale)
-        return self._finish(samples, loss, loss_scale, result)
+        return self._finish(samples, float(loss.item()), loss_scale, result)
 
     def _count(self, samples: int) -> int:
         """Microbatches of this rank in a global batch of `samples`."""
@@ -89,8 +89,8 @@ class Trainer:
         counted = all_reduce(mine.to(self.mesh.device, non_blocking=True), self.mesh.dp_cp)
         return counted.clamp(min=1).to(torch.float64)
 
-    def _forward_backward(self, microbatches: list[Microbatch], tokens: Tensor, loss_scale: float) -> float:
-        """Gradients into the buffers; the mean loss over the global batch, equal on all ranks."""
+    def _forward_backward(self, microbatches: list[Microbatch], tokens: Tensor, loss_scale: float) -> Tensor:
+        """Gradients into the buffers; the mean loss over the global batch, equal on all ranks, still on the device."""
         with self.timers.section("forward-backward"):
             self.optimizer.zero_grad()
             key = random.fold(self.state.dropout_seed, "dropout")
@@ -101,7 +101,7 @@ class Trainer:
             self.executor.begin(microbatches, scale=loss_scale / tokens, dropout_key=key)
             self.runtime.run(self.plan.training(len(microbatches)))
         total = all_reduce(self.executor.loss_sum.clone(), self.mesh.all_but_tp)
-        return float((total / tokens).item())
+        return total / tokens
 
     def _finish(self, samples: int, loss: float, loss_scale: float, result: StepResult) -> StepRecord:
         """Update or skip, advance the state, and tell."""

@@ -12,7 +12,6 @@ from megalite.distributed.collectives import (
     all_gather_objects,
     all_reduce,
     barrier,
-    broadcast,
     broadcast_object,
     reduce_from_group,
     start_all_gather,
@@ -31,7 +30,6 @@ LAYOUT = Layout(tp=2, dp=2)
 def _everything(mesh: Mesh) -> dict[str, Any]:
     own = torch.tensor([float(mesh.rank), -float(mesh.rank)])
     results: dict[str, Any] = {op: all_reduce(own.clone(), mesh.dp, op) for op in ("sum", "max", "min")}
-    results["broadcast"] = [broadcast(own.clone(), mesh.tp, source) for source in (0, 1)]
     results["objects"] = all_gather_objects({"rank": mesh.rank}, mesh.dp)
     results["object"] = [broadcast_object(("rank", mesh.rank), mesh.dp, source) for source in (0, 1)]
     barrier(mesh.world)
@@ -45,7 +43,6 @@ def test_each_collective_joins_the_members_of_its_group_alone(pool: ProcessPool)
         assert results["sum"].tolist() == [low + high, -low - high]
         assert results["max"].tolist() == [high, -low]
         assert results["min"].tolist() == [low, -high]
-        assert [tensor[0].item() for tensor in results["broadcast"]] == list(LAYOUT.group_of(rank, "tp"))
         assert results["objects"] == [{"rank": low}, {"rank": high}]
         assert results["object"] == [("rank", low), ("rank", high)]
 
@@ -53,7 +50,6 @@ def test_each_collective_joins_the_members_of_its_group_alone(pool: ProcessPool)
 def test_alone_each_collective_is_the_identity() -> None:
     x = torch.randn(3, requires_grad=True)
     assert all_reduce(x, ALONE) is x
-    assert broadcast(x, ALONE) is x
     assert reduce_from_group(x, ALONE) is x
     assert reduce_from_group(x, ALONE, sequence_parallel=True) is x
     for start in (start_all_reduce, start_all_gather, start_reduce_scatter):

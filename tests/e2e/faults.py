@@ -75,6 +75,10 @@ def _forward(iteration: int) -> None:
     _at_step(iteration, "forward", _raise("forward"))
 
 
+def _backward(iteration: int) -> None:
+    _at_step(iteration, "backward", _raise("backward"))
+
+
 def _kill(iteration: int) -> None:
     _at_step(iteration, "forward", lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
@@ -163,6 +167,7 @@ def _value(value: float, where: str) -> Callable[[int], None]:
 
 FAULTS: dict[str, Callable[[int], None]] = {
     "forward": _forward,
+    "backward": _backward,
     "kill": _kill,
     "data": _data,
     "save": _save,

@@ -75,20 +75,22 @@ def test_without_evaluation_data_or_iterations_training_goes_through(flags: str,
 
 
 def test_full_validation_counts_every_sample_once(tmp_path: Path) -> None:
-    """7 and 5 samples in microbatches of 2 on 1, 2 and 3 ranks; the truth: one evaluation of exactly 7, one by one."""
+    """7 and 5 samples in microbatches of 2 on 1, 2 and 3 ranks, and on pipelines, where shares are uneven and the last
+    microbatch is small; the truth: one evaluation of exactly 7, one by one."""
     flags = f"{NETWORK} {data(tmp_path, train=50, valid=7, test=5)} --fp64 --eod-mask-loss --train-iters 2 "
-    for processes in (1, 2, 3):
-        size = f"--global-batch-size {processes * 4}"
-        full = f"{flags} --full-validation --eval-iters 1 --lr 0 {size} --metrics-file {tmp_path}/{processes}.jsonl"
-        run(full, processes)
+    pipeline = "--pipeline-model-parallel-size 2"
+    layouts = (("", 1), ("", 2), ("", 3), (f"{pipeline} --num-virtual-stages-per-pipeline-rank 2", 2), (pipeline, 4))
+    for number, (layout, processes) in enumerate(layouts):
+        size = f"--global-batch-size {processes * 4} {layout} --metrics-file {tmp_path}/{number}.jsonl"
+        run(f"{flags} --full-validation --eval-iters 1 --lr 0 {size}", processes)
     truth: dict[str, float] = {}
     for split, count in (("valid", 7), ("test", 5)):
         metrics = tmp_path / f"{split}.jsonl"
         sizes = f"--micro-batch-size 1 --global-batch-size {count}"
         run(f"{flags} --skip-train --eval-iters 1 {sizes} --metrics-file {metrics}")
         truth |= {record["split"]: record["lm_loss"] for record in evaluations(metrics) if record["split"] == split}
-    for processes in (1, 2, 3):
-        losses = {record["split"]: record["lm_loss"] for record in evaluations(tmp_path / f"{processes}.jsonl")}
+    for number in range(len(layouts)):
+        losses = {record["split"]: record["lm_loss"] for record in evaluations(tmp_path / f"{number}.jsonl")}
         assert losses == pytest.approx(truth, rel=1e-10)
 
 

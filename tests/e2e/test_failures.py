@@ -88,6 +88,56 @@ def test_three_ranks_and_a_layout_of_two_name_both_numbers() -> None:
     assert "--tensor-model-parallel-size 2" in outcome.err and "world size 3" in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("flags", "processes", "words"),
+    [
+        pytest.param("--num-layers 3 --pipeline-model-parallel-size 2", 2, ["2", "--num-layers 3"], id="layers"),
+        pytest.param(
+            "--tensor-model-parallel-size 3 --ffn-hidden-size 96", 3, ["3", "--num-attention-heads 2"], id="heads"
+        ),
+        pytest.param(
+            "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31",
+            2,
+            ["--tensor-model-parallel-size 2", "--seq-length 31"],
+            id="sequence",
+        ),
+        pytest.param(
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 "
+            "--global-batch-size 6",
+            2,
+            ["global batch size 6", "3 microbatches", "2 stages"],
+            id="microbatches",
+        ),
+        pytest.param(
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 "
+            "--global-batch-size 8 --rampup-batch-size 2 2 100",
+            2,
+            ["global batch size 2 is 1 microbatches", "global batch size 6 is 3 microbatches", "2 stages"],
+            id="microbatches while the batch grows",
+        ),
+        pytest.param(
+            "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --num-virtual-stages-per-pipeline-rank 2",
+            2,
+            ["--pipeline-schedule zb-h1", "one chunk"],
+            id="schedule",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_one_message_and_exit_code_2(
+    flags: str, processes: int, words: list[str]
+) -> None:
+    outcome = run(f"{MICRO} {flags}", processes, check=False)
+    assert set(outcome.codes) == {2}, str(outcome)
+    assert outcome.out == ""
+    assert outcome.err.count("error:") == 1 and "Traceback" not in outcome.err
+    assert all(word in outcome.err for word in words), outcome.err
+
+
+def test_sequence_parallelism_on_one_rank_is_told_to_do_nothing() -> None:
+    outcome = run(f"{MICRO} --sequence-parallel --train-iters 1", 2)
+    assert outcome.out.count("--sequence-parallel has no effect with --tensor-model-parallel-size 1") == 1
+
+
 def test_under_torchrun_a_flag_mistake_is_told_once() -> None:
     started = Program(f"{MICRO} --global-batch-size 5", 2)
     outcome = started.wait()
@@ -137,13 +187,22 @@ def test_under_torchrun_the_failure_of_one_rank_ends_all(fault: str, message: st
         assert f"Fault: {message}\n" in outcome.err
 
 
-@pytest.mark.parametrize(("fault", "workers"), [("forward:1:3", 0), ("data:1:3", 1)], ids=["forward", "data"])
-def test_without_torchrun_the_failure_of_one_rank_ends_all(fault: str, workers: int) -> None:
-    flags = f"{MICRO} --num-workers {workers} --train-iters 1000"
-    outcome = run(flags, 2, fault=fault, timeout=WITHIN, check=False)
+@pytest.mark.parametrize(
+    ("flags", "failing", "fault"),
+    [
+        pytest.param("", 1, "forward:1:3", id="forward"),
+        pytest.param("--num-workers 1", 1, "data:1:3", id="data"),
+        pytest.param("--tensor-model-parallel-size 2", 1, "forward:1:3", id="TP 2"),
+        pytest.param("--pipeline-model-parallel-size 2", 0, "backward:0:3", id="first stage, whose messages end"),
+        pytest.param("--pipeline-model-parallel-size 2", 1, "forward:1:3", id="last stage, whose messages end"),
+    ],
+)
+def test_without_torchrun_the_failure_of_one_rank_ends_all(flags: str, failing: int, fault: str) -> None:
+    outcome = run(f"{MICRO} --train-iters 1000 {flags}", 2, fault=fault, timeout=WITHIN, check=False)
     assert outcome.codes == (1, 1)
     assert tracebacks(outcome) == 1, str(outcome)
-    assert "on purpose" in outcome.err and "rank 0: stopped, because another rank failed" in outcome.err
+    assert "on purpose" in outcome.err
+    assert f"rank {1 - failing}: stopped, because another rank failed" in outcome.err
 
 
 def test_a_killed_rank_ends_the_other_without_torchrun_too() -> None:

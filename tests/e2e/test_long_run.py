@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.data.token_files import random_documents, write_tokens
-from tests.e2e.runs import MICRO, MOCK, run, steps
+from tests.e2e.runs import MICRO, MOCK, evaluations, run, steps, written
+
+PIPELINE = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 
 
 def usage() -> dict[str, int]:
@@ -25,9 +27,10 @@ def usage() -> dict[str, int]:
     }
 
 
-def measured(flags: str, interval: int) -> list[dict[str, int]]:
-    """What a run used, after each `interval` steps."""
-    lines = run(f"{flags} --log-interval 50 --num-workers 1", fault=f"measure:0:{interval}").out.splitlines()
+def measured(flags: str, interval: int, processes: int = 1) -> list[dict[str, int]]:
+    """What the first process of a run used, after each `interval` steps."""
+    flags = f"{flags} --log-interval 50 --num-workers 1"
+    lines = run(flags, processes, fault=f"measure:0:{interval}").out.splitlines()
     return [json.loads(line.removeprefix("measured ")) for line in lines if line.startswith("measured ")]
 
 
@@ -40,16 +43,23 @@ def assert_level(usages: list[dict[str, int]], begin: int, growth_in_bytes: floa
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-def test_two_hundred_steps_with_evaluations_and_saves_leak_nothing(tmp_path: Path) -> None:
-    usages = measured(
-        f"{MICRO} --train-iters 220 --eval-interval 20 --eval-iters 1 --save {tmp_path}/c --save-interval 40 "
-        f"--keep-last-checkpoints 2 --metrics-file {tmp_path}/m.jsonl --tensorboard-dir {tmp_path}/tb "
-        f"--timeline {tmp_path}/t",
-        20,
-    )
-    assert len(steps(tmp_path / "m.jsonl")) == 220 and len(usages) == 11
-    assert_level(usages, 2, 30e6)
-    assert len(list((tmp_path / "c").glob("iter_*"))) == 2
+def test_two_hundred_steps_with_evaluations_and_saves_leak_nothing_and_a_pipeline_keeps_step(tmp_path: Path) -> None:
+    """Untied, a pipeline computes bit for bit what one process computes."""
+    for name, layout, processes in (("one", "", 1), ("two", PIPELINE, 2)):
+        folder = tmp_path / name
+        usages = measured(
+            f"{MICRO} --num-layers 4 --untie-embeddings-and-output-weights {layout} --train-iters 220 "
+            f"--eval-interval 20 --eval-iters 1 --save {folder}/c --save-interval 40 --keep-last-checkpoints 2 "
+            f"--metrics-file {folder}/m.jsonl --tensorboard-dir {folder}/tb --timeline {folder}/t",
+            20,
+            processes,
+        )
+        assert len(steps(folder / "m.jsonl")) == 220 and len(usages) == 11
+        assert_level(usages, 2, 30e6)
+        assert len(list((folder / "c").glob("iter_*"))) == 2
+    one, two = tmp_path / "one" / "m.jsonl", tmp_path / "two" / "m.jsonl"
+    assert written(two) == written(one)
+    assert evaluations(two, exact=True) == evaluations(one, exact=True)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")

@@ -225,7 +225,7 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path) -> None:
 
 
 def test_each_stage_writes_what_it_did(tmp_path: Path) -> None:
-    """4 microbatches through 2 chunks on 2 stages: 2 (p - r - 1) + (v - 1) p forwards ahead, of which one more is live."""
+    """4 microbatches through 2 chunks on 2 stages; live are 2 (p - r - 1) + (v - 1) p forwards ahead and one more."""
     flags = f"{MICRO} --num-layers 4 --global-batch-size 8 --train-iters 3 --timeline {tmp_path}"
     run(f"{flags} {PP2 + VPP2}", 2)
     recorded = read_steps(tmp_path)

@@ -10,6 +10,7 @@ import torch
 
 from tests.e2e.runs import MICRO, checkpoint, checkpoint_tensors, largest_difference, records, run, steps
 
+TP2, PP2 = "--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"
 BASE = f"{MICRO} --train-iters 5 --log-interval 4 --hidden-dropout 0 --attention-dropout 0 --save-interval 1 "
 
 
@@ -19,6 +20,9 @@ BASE = f"{MICRO} --train-iters 5 --log-interval 4 --hidden-dropout 0 --attention
         pytest.param("--clip-grad 1", "nan-gradient:1:3", id="fp32, clip"),
         pytest.param("--clip-grad 0 --bf16", "inf-gradient:1:3", id="bf16, no clip"),
         pytest.param("--clip-grad 1 --bf16", "nan-loss:1:3", id="bf16, loss alone"),
+        pytest.param(f"{PP2} --clip-grad 0", "nan-gradient:0:3", id="first stage"),
+        pytest.param(PP2, "nan-loss:1:3", id="last stage, loss alone"),
+        pytest.param(TP2, "inf-gradient:1:3", id="one tensor-parallel rank"),
     ],
 )
 def test_stop_is_one_message_that_names_the_iteration(flags: str, fault: str, tmp_path: Path) -> None:
@@ -32,11 +36,20 @@ def test_stop_is_one_message_that_names_the_iteration(flags: str, fault: str, tm
     assert all(tensor.isfinite().all() for tensor in checkpoint_tensors(checkpoint(tmp_path, 2)).values())
 
 
-@pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("clip", [0, 1])
-def test_skip_leaves_the_state_of_all_ranks_as_it_was(precision: str, clip: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("--clip-grad 0", id="fp32, no clip"),
+        pytest.param("--clip-grad 1", id="fp32, clip"),
+        pytest.param("--clip-grad 0 --bf16", id="bf16, no clip"),
+        pytest.param("--clip-grad 1 --bf16", id="bf16, clip"),
+        pytest.param(f"{PP2} --clip-grad 1", id="PP 2"),
+        pytest.param(f"{TP2} --clip-grad 0 --bf16", id="TP 2"),
+    ],
+)
+def test_skip_leaves_the_state_of_all_ranks_as_it_was(flags: str, tmp_path: Path) -> None:
     metrics = tmp_path / "m.jsonl"
-    flags = f"{BASE} {precision} --clip-grad {clip} --nan-action skip --save {tmp_path} --metrics-file {metrics}"
+    flags = f"{BASE} {flags} --nan-action skip --save {tmp_path} --metrics-file {metrics}"
     outcome = run(flags, 2, fault="nan-gradient:1:3")
     assert [step["skipped"] for step in steps(metrics)] == [False, False, True, False, False]
     assert steps(metrics)[2]["grad_norm"] is None  # JSON knows no NaN

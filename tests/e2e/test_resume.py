@@ -65,6 +65,9 @@ def straight_and_resumed(flags: str, tmp_path: Path, processes: int) -> tuple[Pa
             1,
             id="changing rates",
         ),
+        pytest.param(
+            "--pipeline-model-parallel-size 2 --eval-interval 2 --eval-iters 1", 4, id="PP 2, DP 2, evaluations"
+        ),
     ],
 )
 def test_five_and_five_steps_are_ten_steps(flags: str, processes: int, tmp_path: Path) -> None:
@@ -74,6 +77,19 @@ def test_five_and_five_steps_are_ten_steps(flags: str, processes: int, tmp_path:
     assert evaluations(resumed, exact=True) == evaluations(straight, exact=True)
     assert_same_checkpoint(checkpoint(tmp_path / "resumed", 10), checkpoint(tmp_path / "straight", 10))
     assert sum(step["skipped"] for step in steps(straight)) <= 2
+
+
+def test_dropout_on_tensor_parallel_ranks_survives_a_resume_and_any_number_of_workers(tmp_path: Path) -> None:
+    """A loader that drew from the random state, or on one rank alone, would show here."""
+    flags = "--tensor-model-parallel-size 2 --sequence-parallel --num-workers "
+    files = []
+    for workers in (0, 2):
+        folder = tmp_path / str(workers)
+        files += straight_and_resumed(f"{flags} {workers}", folder, 2)
+        assert_same_checkpoint(checkpoint(folder / "resumed", 10), checkpoint(folder / "straight", 10))
+    first, *others = (written(file, *ALL_FIELDS) for file in files)
+    assert len(others) == 3 and all(other == first for other in others)
+    assert_same_checkpoint(checkpoint(tmp_path / "0" / "straight", 10), checkpoint(tmp_path / "2" / "straight", 10))
 
 
 def test_the_real_program_resumes_bitwise(tmp_path: Path) -> None:
