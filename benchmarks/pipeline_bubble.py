@@ -23,7 +23,7 @@ from megalite.pipeline.simulator import simulate, stage_costs
 from megalite.pipeline.timeline import Costs, Span, Timeline
 from megalite.pipeline.transport import ProcessGroupTransport, Shapes, Tensors
 
-SHAPES: Shapes = {"hidden": ((128, 128), torch.float32)}
+SHAPES: Shapes = {"hidden": ((64, 64), torch.float32)}
 
 
 class Sleeper:

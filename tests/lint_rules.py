@@ -32,7 +32,7 @@ FLOORS = {
     "peft": 5,
     "inference": 5,
     "training": 6,
-    "verify": 6,
+    "verify": 7,
     "planner": 6,
 }
 WIDE_ROOMS = {"nn", "models", "optimizer"}

@@ -30,22 +30,21 @@ def parser() -> FlagParser:
 
 def main(arguments: list[str]) -> int:
     given, notes = parse_namespace(parser(), arguments)
+    from megalite.distributed.pool import WorkerError, WorkerTimeout
     from megalite.verify.report import prove_matrix, prove_one
 
     for note in notes:
         print(note, file=sys.stderr)
     config, explicit = read_run(given), explicit_fields(given)
-    if given.matrix is not None:
-        rows = prove_matrix(config, explicit, processes=given.matrix, steps=given.steps, tolerance=given.tolerance)
-    else:
-        rows = prove_one(
-            config,
-            explicit,
-            processes=given.processes,
-            shrunk=given.shrink,
-            steps=given.steps,
-            tolerance=given.tolerance,
-        )
+    try:
+        if given.matrix is not None:
+            rows = prove_matrix(config, explicit, processes=given.matrix, steps=given.steps, tolerance=given.tolerance)
+        else:
+            size = {"processes": given.processes, "shrunk": given.shrink}
+            rows = prove_one(config, explicit, **size, steps=given.steps, tolerance=given.tolerance)
+    except (WorkerError, WorkerTimeout) as error:
+        print(f"NOT COMPARED, a run failed: {error}", file=sys.stderr)
+        return 1
     if given.json:
         Path(given.json).write_text(json.dumps([row.to_dict() for row in rows], indent=1) + "\n", "utf-8")
     return 0 if all(row.equal for row in rows) else 1

@@ -93,6 +93,24 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         yield "without --profile", ["logging.profile_step_start", "logging.profile_step_end"]
     if not config.model.use_rope_scaling:
         yield "without --use-rope-scaling", ["model.rope_scaling_factor"]
+    checkpoint, rate = config.checkpoint, config.learning_rate
+    if checkpoint.save is None or config.validation.skip_train:
+        yield "where nothing is saved", ["checkpoint.save_optim", "checkpoint.save_rng"]
+    if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
+        names = ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"]
+        yield "without --load", ["checkpoint.load_optim", "checkpoint.load_rng", *(f"learning_rate.{n}" for n in names)]
+    if not (rate.lr_warmup_iters or rate.lr_warmup_samples or rate.lr_warmup_fraction):
+        yield "without warm-up", ["learning_rate.lr_warmup_init"]
+    if rate.lr_decay_style == "constant":
+        names = ["min_lr", "lr_decay_iters", "lr_decay_samples", "decoupled_min_lr"]
+        yield "with --lr-decay-style constant", [f"learning_rate.{name}" for name in names]
+    if config.layout.pipeline_model_parallel_size == 1:
+        yield "with --pipeline-model-parallel-size 1", ["layout.pipeline_schedule"]
+    if config.precision.loss_scale is not None:
+        names = ["initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"]
+        yield "beside a fixed --loss-scale", [f"precision.{name}" for name in names]
+    if config.validation.eval_iters == 0:
+        yield "with --eval-iters 0", ["validation.eval_interval", "validation.full_validation"]
     if config.data.mock_data:
         yield "with --mock-data", ["data.split", "data.data_cache_path", "data.mmap_bin_files"]
     if config.learning_rate.lr_decay_style != "WSD":

@@ -137,7 +137,7 @@ class OptimizerConfig:
     """The optimizer and regularisation of its update."""
 
     optimizer: str = flag("adam", "adam (decoupled weight decay, i.e. AdamW) or sgd", choices=("adam", "sgd"))
-    weight_decay: float = flag(0.01, "decoupled weight decay")
+    weight_decay: float = flag(0.01, "weight decay: decoupled with adam, added to the gradient with sgd")
     start_weight_decay: float | None = flag(None, "weight decay at the first step, where it changes")
     end_weight_decay: float | None = flag(None, "weight decay at the last step, where it changes")
     weight_decay_incr_style: str = flag(

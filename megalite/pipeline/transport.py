@@ -67,10 +67,10 @@ class ProcessGroupTransport:
         if not self._lanes:
             self._kept[message] = {name: tensor.detach() for name, tensor in tensors.items()}
             return
-        self.release()
         lane = self._lanes[self._route(message)]
         for name in sorted(tensors):
             lane.send(tensors[name].detach().contiguous(), message.target % self.group.size)
+        self.release()
 
     def post(self, action: Action, shapes: Shapes) -> None:
         message = self._message(action)

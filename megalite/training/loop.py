@@ -39,8 +39,15 @@ class Loop:
                 sink.close()
 
     def _run(self) -> None:
-        if not self.config.validation.skip_train and self._train():
-            return
+        state = self.trainer.state
+        if not self.config.validation.skip_train:
+            if state.iteration >= self.total_iterations:
+                self.say(f"nothing left to train: iteration {state.iteration} of {self.total_iterations} is done")
+                return
+            if self._train():
+                return
+            if state.skipped:
+                self.say(f"{state.skipped} of {state.iteration} steps were skipped: gradients or loss weren't finite")
         iteration = self.trainer.state.iteration
         if not self._due(self.config.validation.eval_interval, iteration, trained=True):
             self._evaluate("valid")

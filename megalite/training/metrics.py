@@ -126,28 +126,33 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _iteration_of(line: str) -> int | None:
+    """The iteration that a line of a metrics file is of; None where it is none, or was cut off by a kill."""
+    try:
+        return int(json.loads(line)["iteration"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 class MetricsFile:
     """One JSON object a line, floats at full precision, flushed every line.
 
-    Lines beyond `resume_iteration` are those of a run that was lost; they are removed first.
+    Lines beyond `resume_iteration` are those of a run that was lost; they are removed first. A run from the start sets
+    an older file aside as `FILE.old`.
     """
 
     def __init__(self, path: Path, resume_iteration: int):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if path.exists() and resume_iteration == 0 and path.stat().st_size:
+            os.replace(path, path.with_name(path.name + ".old"))
+        elif path.exists():
             self._truncate(path, resume_iteration)
         self.file: TextIO = path.open("a", encoding="utf-8")
 
     @staticmethod
     def _truncate(path: Path, last: int) -> None:
-        kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                keep = json.loads(line)["iteration"] <= last and last > 0
-            except (ValueError, KeyError, TypeError):
-                keep = False  # a line cut off by a kill
-            if keep:
-                kept.append(line + "\n")
+        lines = path.read_text(encoding="utf-8").splitlines()
+        kept = [line + "\n" for line in lines if (iteration := _iteration_of(line)) is not None and iteration <= last]
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         os.replace(temporary, path)
@@ -286,9 +291,22 @@ def check_sinks(config: RunConfig) -> list[str]:
     for flag, folder in folders.items():
         if isinstance(folder, Path) and (reason := _unwritable(folder)):
             problems.append(f"{flag}: {reason}")
-    if logging.metrics_file is not None and Path(logging.metrics_file).is_dir():
-        problems.append(f"--metrics-file {logging.metrics_file} is a folder: name a file")
+    if logging.metrics_file is not None and (reason := _not_metrics(Path(logging.metrics_file))):
+        problems.append(f"--metrics-file {logging.metrics_file} {reason}")
     return problems
+
+
+def _not_metrics(path: Path) -> str | None:
+    """Why what is at `path` must not become a metrics file, or None. A last line that was cut off is no reason."""
+    if path.is_dir():
+        return "is a folder: name a file"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    except (OSError, UnicodeDecodeError):
+        return "can't be read as text: name another file"
+    if any(_iteration_of(line) is None for line in lines[:-1]) or (len(lines) == 1 and _iteration_of(lines[0]) is None):
+        return "exists and is no metrics file: name another"
+    return None
 
 
 def _unwritable(folder: Path) -> str | None:

@@ -57,8 +57,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
     try:
         device = choose_device(config.layout.device, environment)
         backend = choose_backend(config, device.type)
-        problems = [*data_check.check(config), *check_sinks(config), *_length_problems(config)]
-        problems += _schedule_problems(config, environment.world_size)
+        problems = [*data_check.check(config), *check_sinks(config), *run_problems(config, environment.world_size)]
         if problems:
             raise FlagError("\n".join(problems))
         tokenizer = build_tokenizer(config.tokenizer)
@@ -70,6 +69,11 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         torch.use_deterministic_algorithms(True)
     threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)
     return Prepared(config, list(notes), environment, device, threads, backend, tokenizer, eod)
+
+
+def run_problems(config: RunConfig, world_size: int) -> list[str]:
+    """What is wrong with the length of a resolved run or with its schedule's microbatches."""
+    return _length_problems(config) or _schedule_problems(config, world_size)
 
 
 def _length_problems(config: RunConfig) -> list[str]:

@@ -252,7 +252,11 @@ class Run:
             trainer=self.trainer,
             evaluator=Evaluator(config, mesh, self.executor, self._runtime(None), self.plan, self._evaluation_data),
             total_iterations=self.total_iterations,
-            splits=[split for split in ("valid", "test") if getattr(self.datasets, split) is not None],
+            splits=[
+                split
+                for split in ("valid", "test")
+                if getattr(self.datasets, split) is not None and config.validation.eval_iters > 0
+            ],
             sinks=make_sinks(config, self.total_iterations, self.state.iteration) if mesh.is_first else [],
             stops=StopRequests(config.training, mesh),
             profiler=Profiler(config.logging, Path(config.logging.tensorboard_dir or "profile"), mesh.rank),

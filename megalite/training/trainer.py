@@ -107,13 +107,9 @@ class Trainer:
         """Update or skip, advance the state, and tell."""
         state = self.state
         finite = result.finite and math.isfinite(loss)
+        self._refuse(finite, loss, result)
         rate = self.schedule.learning_rate(state.schedule_samples)
         zeros = self.optimizer.count_zeros() if self.config.logging.log_num_zeros_in_grad else None
-        if not finite and self.config.training.nan_action == "stop":
-            raise NonFiniteError(
-                f"iteration {state.iteration + 1}: loss {loss}, gradient norm {result.grad_norm}; the last good state "
-                "is the newest checkpoint. Lower --lr, or go on past such steps with --nan-action skip"
-            )
         if finite:
             with self.timers.section("optimizer"):
                 self.optimizer.step(
@@ -148,6 +144,19 @@ class Trainer:
             params_norm=self.optimizer.parameter_norm() if self.config.logging.log_params_norm else None,
             zeros=zeros,
         )
+
+    def _refuse(self, finite: bool, loss: float, result: StepResult) -> None:
+        """Stop the run where a step can't be taken and skipping it isn't wanted or leads nowhere."""
+        if finite:
+            return
+        told = f"iteration {self.state.iteration + 1}: loss {loss}, gradient norm {result.grad_norm}"
+        if self.config.training.nan_action == "stop":
+            raise NonFiniteError(
+                f"{told}; the last good state is the newest checkpoint. Lower --lr, or go on past such steps with "
+                "--nan-action skip"
+            )
+        if self.scaler.dynamic and self.scaler.scale <= self.scaler.minimum:
+            raise NonFiniteError(f"{told}, with the loss scale already at --min-loss-scale {self.scaler.minimum}")
 
     @property
     def _sequence_length(self) -> int:

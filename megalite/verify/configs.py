@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from dataclasses import fields, replace
 
+from megalite.config.check import check, not_built
 from megalite.config.errors import FlagError
-from megalite.config.resolve import pipeline_units, resolve, virtual_stages
+from megalite.config.resolve import parse_window, pipeline_units, resolve, virtual_stages
 from megalite.config.schema import CheckpointConfig, LayoutConfig, LoggingConfig, RunConfig
+from megalite.training.prepare import run_problems
 
 _WHERE_NOT_HOW = ("device", "threads_per_rank", "distributed_backend", "distributed_timeout_minutes")
 _RECOMPUTE = ("activations", "granularity", "method", "num_layers", "modules")
@@ -21,7 +23,8 @@ def for_proof(config: RunConfig, steps: int) -> RunConfig:
     config.checkpoint, config.logging = CheckpointConfig(), LoggingConfig()
     config.data.num_workers = 0
     config.validation.eval_iters = 0
-    config.training.train_samples, config.training.train_iters = None, max(steps, config.training.train_iters or 0)
+    if config.training.train_samples is None:
+        config.training.train_iters = max(steps, config.training.train_iters or 0)
     config.training.dump_grads = None
     config.training.nan_action = "stop"
     # Fused kernels drop out from a stream of their own, and their choice is the GPU's: the plain one is the proof.
@@ -77,6 +80,8 @@ def _small_batch(config: RunConfig, length: int) -> None:
         data_args_path=None, seq_length=length,
     )  # fmt: skip
     config.model.max_position_embeddings = length
+    if config.model.window_size is not None and parse_window(config.model.window_size)[0] >= 0:
+        config.model.window_size = f"{length // 4},0"  # narrow enough to matter
     config.model.make_vocab_size_divisible_by = min(config.model.make_vocab_size_divisible_by, 8)
     config.tokenizer = replace(config.tokenizer, tokenizer_type="NullTokenizer", tokenizer_model=None, vocab_size=130)
     config.training.rampup_batch_size = config.training.step_batch_size_schedule = None
@@ -101,9 +106,11 @@ def for_matrix(config: RunConfig) -> RunConfig:
 
 def resolved(config: RunConfig, world_size: int) -> RunConfig:
     """Checked and with all derived values; a FlagError says what is wrong."""
-    from megalite.config.check import check, not_built
-
     problems = check(config, world_size) + not_built(config)
     if problems:
         raise FlagError("\n".join(problems))
-    return resolve(config, world_size)
+    result = resolve(config, world_size)
+    problems = run_problems(result, world_size)
+    if problems:
+        raise FlagError("\n".join(problems))
+    return result
