@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--milliseconds", type=float, default=20.0, help="F, B and W each (default: 20)")
+    parser.add_argument("--milliseconds", type=float, default=50.0, help="F, B and W of a rank, each (default: 50)")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     print(f"p = {args.stages}, m = {args.microbatches}, F = B = W = {args.milliseconds:g} ms; {args.repeats} repeats")

@@ -51,6 +51,9 @@ def main(arguments: list[str]) -> int:
     options = PreprocessOptions(given.input, **{name: getattr(given, name) for name in names})
     summary = preprocess(options, read_section(given, "tokenizer"), lambda line: tqdm.write(line, file=sys.stderr))
     print(summary)
+    for key in given.json_keys:
+        prefix = f"{given.output_prefix}_{key}_document"
+        print(f"wrote {prefix}.bin and .idx: use --data-path {prefix}")
     return 0
 
 

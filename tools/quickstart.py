@@ -67,6 +67,7 @@ checkpoint    {RUN}/checkpoint
 curves        .venv/bin/tensorboard --logdir {RUN}/tensorboard
 write more    .venv/bin/python tools/generate.py --load {RUN}/checkpoint --prompt "class Queue" --temperature 0.8
 your own text put documents into a .jsonl or .txt file and give it to the commands above
+other layouts --pipeline-model-parallel-size 2 in place of --tensor-model-parallel-size 2; README.md has more
 every flag    .venv/bin/python pretrain_gpt.py --help
 """
     )

@@ -7,8 +7,10 @@ private generator, so the training process's random state never depends on wheth
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from megalite.config.errors import UserError
 from megalite.data.document_mask import Item, SampleSource
 from megalite.data.microbatch import Microbatch, stack_items
 from megalite.data.sampler import Request, Sampler
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def microbatch_iterator(
@@ -150,9 +154,16 @@ def _unchanged(batch: Any) -> Any:
 def _start_worker(worker: int) -> None:
     """Keep terminal and launcher signals away from a worker: the training process decides when it ends.
 
-    A session of its own, so that a signal to the training process's group doesn't reach it; if the training process
-    dies, torch's watchdog ends the worker within seconds.
+    A session of its own, so that a signal to the training process's group doesn't reach it.
     """
     os.setsid()
+    _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end this worker when the training process dies, which on Linux it can: torch's watchdog only ends
+    the main thread, and one that writes to a full pipe stays for ever."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

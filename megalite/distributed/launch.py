@@ -145,10 +145,10 @@ def _fail(error: BaseException, environment: Environment) -> None:
     """
     shared_launch = environment.world_size > 1
     if shared_launch and not isinstance(error, UserError) and _is_peer_failure(error):
-        time.sleep(_OTHERS_WAIT)
+        time.sleep(_OTHERS_WAIT if environment.under_torchrun else _GRACE)
         if not environment.under_torchrun:
             first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            _say(f"rank {environment.rank}: stopped, probably because another rank failed ({first})")
+            _say(f"rank {environment.rank}: stopped, because another rank failed ({first})")
             _exit(1)
     elif shared_launch and environment.rank != 0:
         time.sleep(_GRACE)

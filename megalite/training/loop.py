@@ -43,8 +43,7 @@ class Loop:
         if not self.config.validation.skip_train:
             if state.iteration >= self.total_iterations:
                 self.say(f"nothing left to train: iteration {state.iteration} of {self.total_iterations} is done")
-                return
-            if self._train():
+            elif self._train():
                 return
             if state.skipped:
                 self.say(f"{state.skipped} of {state.iteration} steps were skipped: gradients or loss weren't finite")

@@ -201,7 +201,8 @@ class Run:
         self.say(f"saved {path}")
 
     def _runtime(self, recorder: Recorder | None) -> PipelineRuntime:
-        wait = torch.cuda.synchronize if self.mesh.device.type == "cuda" else None
+        # This stream alone: another may hold a receive that was posted early and ends only after later actions.
+        wait = torch.cuda.current_stream().synchronize if self.mesh.device.type == "cuda" else None
         return PipelineRuntime(self.executor, recorder, wait, self.transport)
 
     def _dump(self, loss_scale: float) -> None:

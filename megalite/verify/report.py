@@ -115,6 +115,7 @@ def prove_matrix(
     small = for_matrix(for_proof(config, steps))
     chosen = list(variants(processes))
     rows = []
+    print(f"{len(chosen)} layouts of up to {processes} processes against one, {steps} steps in float64")
     print(f"{'layout':44} {'loss':>9} {'norm':>9} {'gradients':>9}  verdict")
     with ProcessPool(min(processes, 8)) as pool:
         prover = Prover(pool, steps)
