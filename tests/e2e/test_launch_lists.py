@@ -8,7 +8,7 @@ from tests.config.launch_lists import GPT3_175B, LLAMA3_8B, LLAMA3_8B_SHARDING
 from tests.e2e.runs import newest, run, steps
 
 DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 130"
-SHORT = "--seq-length 64 --max-position-embeddings 64 --log-interval 1 --device cpu --threads-per-rank 1"
+SHORT = "--seq-length 32 --max-position-embeddings 32 --log-interval 1 --device cpu --threads-per-rank 1"
 
 
 def places(folder: Path) -> str:
@@ -21,7 +21,7 @@ def places(folder: Path) -> str:
 def test_gpt3_175b(tmp_path: Path) -> None:
     """With all its flags but those of its data; 8 x 16 become 2 x 2."""
     begin, end = GPT3_175B.index("--data-path"), GPT3_175B.index("--log-interval")
-    network = "--num-layers 4 --hidden-size 64 --num-attention-heads 4"
+    network = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     flags = f"{GPT3_175B[:begin]} {GPT3_175B[end:]} {DATA} {SHORT} {network} {layout} {places(tmp_path)}"
     outcome = run(f"{flags} --initial-loss-scale 65536 --exit-interval 3", 4)
