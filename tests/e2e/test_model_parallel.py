@@ -29,20 +29,21 @@ from tests.e2e.runs import (
 TP2, PP2 = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
 SP = "--sequence-parallel "
 VPP2 = "--num-virtual-stages-per-pipeline-rank 2 "
+HALF = "--micro-batch-size 4 "  # half as many microbatches, and of tensor parallelism's many small messages
 GPIPE, ONE_F_ONE_B, ZB = (f"--pipeline-schedule {name} " for name in ("gpipe", "1f1b", "zb-h1"))
 
 
 @pytest.mark.parametrize(
     ("flags", "processes"),
     [
-        pytest.param(TP2, 2, id="TP 2"),
-        pytest.param(TP2 + SP, 4, id="TP 2, SP, DP 2"),
+        pytest.param(TP2 + HALF, 2, id="TP 2"),
+        pytest.param(TP2 + SP + HALF, 4, id="TP 2, SP, DP 2"),
         pytest.param(f"{PP2} {GPIPE}", 2, id="gpipe"),
         pytest.param(PP2, 2, id="1f1b"),
         pytest.param(PP2 + VPP2, 2, id="interleaved"),
         pytest.param(PP2 + ZB, 2, id="zb-h1"),
         pytest.param(PP2, 4, id="PP 2, DP 2"),
-        pytest.param(TP2 + SP + PP2, 4, id="TP 2, SP, PP 2"),
+        pytest.param(TP2 + SP + PP2 + HALF, 4, id="TP 2, SP, PP 2"),
     ],
 )
 def test_a_layout_computes_what_one_process_computes(
@@ -55,10 +56,10 @@ def test_a_layout_computes_what_one_process_computes(
 @pytest.mark.parametrize(
     ("flags", "processes"),
     [
-        pytest.param(TP2, 2, id="TP 2"),
-        pytest.param(TP2 + SP, 2, id="TP 2, SP"),
+        pytest.param(TP2 + HALF, 2, id="TP 2"),
+        pytest.param(TP2 + SP + HALF, 2, id="TP 2, SP"),
         pytest.param(PP2, 2, id="PP 2"),
-        pytest.param(TP2 + SP + PP2 + VPP2, 4, id="TP 2, SP, PP 2, VPP 2"),
+        pytest.param(TP2 + SP + PP2 + VPP2 + HALF, 4, id="TP 2, SP, PP 2, VPP 2"),
     ],
 )
 def test_a_layout_drops_out_what_one_process_drops_out(
@@ -77,7 +78,7 @@ def test_a_layout_drops_out_what_one_process_drops_out(
             id="TP 4 shares 2 key/value heads",
         ),
         pytest.param(PP2, 4, id="PP 2, DP 2"),
-        pytest.param(TP2 + PP2 + ZB, 4, id="TP 2, PP 2, zb-h1"),
+        pytest.param(TP2 + PP2 + ZB + HALF, 4, id="TP 2, PP 2, zb-h1"),
     ],
 )
 def test_a_layout_trains_a_llama_on_documents_as_one_process_does(
@@ -119,7 +120,7 @@ def test_a_layout_trains_a_llama_on_documents_as_one_process_does(
 def test_uneven_stages_compute_what_one_process_computes(
     layers: int, layouts: list[tuple[str, int]], tmp_path: Path
 ) -> None:
-    flags = f"{MICRO} --fp64 --num-layers {layers} --global-batch-size 8"
+    flags = f"{MICRO} --fp64 --num-layers {layers}"
     for number, (layout, processes) in enumerate([("", 1), *layouts]):
         run(f"{flags} {layout} {outputs(tmp_path / str(number))}", processes)
         assert_equal(tmp_path / str(number), tmp_path / "0")
@@ -140,7 +141,7 @@ def test_pipelines_and_their_evaluations_are_bitwise_those_of_one_process(
 ) -> None:
     """Untied, so that no sum is taken over stages."""
     flags = (
-        f"{MICRO} {precision} --num-layers 4 --global-batch-size 8 --untie-embeddings-and-output-weights "
+        f"{MICRO} {precision} --num-layers 4 --micro-batch-size 1 --untie-embeddings-and-output-weights "
         "--train-iters 20 --eval-interval 2 --eval-iters 1"
     )
     run(f"{flags} --metrics-file {tmp_path}/one.jsonl")
@@ -197,7 +198,7 @@ def finite(path: Path) -> Path:
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path) -> None:
     """Written at TP 2 x PP 2 after 5 steps. The sixth is skipped, which changes no tensor: what is saved after it is
     what was loaded."""
-    flags = f"{T0} {DROPOUT} --fp64 --num-workers 0 --nan-action skip"
+    flags = f"{MICRO} --num-layers 4 --fp64 --nan-action skip"
     straight = tmp_path / "straight.jsonl"
     run(f"{flags} --metrics-file {straight}", fault="nan-gradient:0:6")
     source = tmp_path / "source"
