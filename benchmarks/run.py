@@ -15,10 +15,10 @@ from megalite.config.resolve import resolve
 from megalite.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainingConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.estimate.model import training_flops_per_token
-from megalite.models.gpt import GPTStage, plain_info
+from megalite.models.gpt import GPTStage, plain_info, units_of
 from megalite.models.stages import whole_model
 from megalite.nn.attention_backend import choose_backend
-from megalite.nn.module import Build, initialize, named_specs
+from megalite.nn.module import Build, initialize
 from megalite.optimizer.optimizer import Optimizer
 from megalite.precision.policy import Precision
 
@@ -53,14 +53,15 @@ def step_times(config: RunConfig, vocab_size: int, steps: int) -> list[float]:
     assert config.model.num_layers is not None
     stage = GPTStage(build, vocab_size, whole_model(config.model.num_layers), choose_backend(config, "cpu"))
     initialize(stage, 1234)
-    optimizer = Optimizer(named_specs(stage), build.mesh, precision, config.optimizer)
+    optimizer = Optimizer(units_of([stage]), build.mesh, precision, config.optimizer)
     tokens = torch.randint(0, vocab_size, (MICRO_BATCH, SEQUENCE + 1))
     times = []
     for _ in range(steps + 2):
         begin = time.perf_counter()
-        optimizer.zero_grad()
+        optimizer.begin_step(1)
         hidden = stage(tokens[:, :-1], plain_info(tokens[:, :-1]))
         stage.token_losses(hidden, tokens[:, 1:]).mean().backward()
+        optimizer.reduce_gradients()
         optimizer.step(optimizer.measure(1.0), lr=1e-4, decoupled_lr=1e-4, weight_decay=0.01, loss_scale=1.0)
         times.append(time.perf_counter() - begin)
     return times[2:]

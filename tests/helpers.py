@@ -12,6 +12,7 @@ from megalite.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.param_spec import ParamSpec
+from megalite.distributed.pieces import Piece, whole
 from megalite.models.gpt import GPTStage
 from megalite.models.stages import StageSpan, whole_model
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
@@ -126,6 +127,28 @@ def assemble_gradients(parts: Iterable[tuple[int, ParamSpec, Tensor]]) -> Tensor
                 )
         result.append((rank, spec, summed))
     return assemble(result)
+
+
+NamedTensor = tuple[str, Tensor, ParamSpec]
+"""(key, local tensor, spec)"""
+
+
+def pieces_of(tensors: Iterable[NamedTensor]) -> list[Piece]:
+    """(key, local tensor, spec) as pieces that are whole."""
+    return [whole(*tensor) for tensor in tensors]
+
+
+class FixedSink:
+    """A gradient sink that is one tensor, and counts."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor, self.contributions = tensor, 0
+
+    def target(self) -> Tensor:
+        return self.tensor
+
+    def arrived(self) -> None:
+        self.contributions += 1
 
 
 def specs_and_values(model: nn.Module) -> dict[str, tuple[ParamSpec, Tensor]]:

@@ -16,12 +16,13 @@ import torch
 from megalite.checkpoint import storage
 from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
 from megalite.checkpoint.metadata import Index, check_files, read_index
-from megalite.checkpoint.planner import STATE_PREFIX, NamedTensor, ReadPlan, owned_chunks, parameter_name, plan_reads
+from megalite.checkpoint.planner import STATE_PREFIX, ReadPlan, owned_chunks, parameter_name, plan_reads
 from megalite.checkpoint.shards import read_shards, write_shards
 from megalite.checkpoint.storage import Retention
 from megalite.config.schema import RunConfig
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.mesh import Mesh
+from megalite.distributed.pieces import Piece
 
 _SHOWN = 8  # keys listed in a message
 _NETWORK = (
@@ -43,15 +44,15 @@ def save_checkpoint(
     iteration: int,
     *,
     mesh: Mesh,
-    tensors: Iterable[NamedTensor],
+    pieces: Iterable[Piece],
     config: RunConfig,
     training_state: dict[str, Any],
     retain: Retention,
 ) -> Path:
     """Write `root/iter_0000100/` and, last, the tracker; then delete what `retain` lets go of. Collective (world).
 
-    `tensors`: (key, local tensor, spec) of all that this rank holds, parameters and optimizer state; in the same order
-    on all replicas. `config` and `training_state` (JSON-ready) are taken from rank 0. Where any rank fails all raise
+    `pieces`: all that this rank holds, parameters and optimizer state, named by their keys; in the same order on all
+    replicas. `config` and `training_state` (JSON-ready) are taken from rank 0. Where any rank fails all raise
     the same `CheckpointError`, nothing of the attempt stays, and the checkpoints before it are as they were.
     Returns the new folder.
     """
@@ -63,7 +64,7 @@ def save_checkpoint(
     try:
         on_first_rank(lambda: storage.begin(root, iteration), mesh.world)
         agree(attempt(lambda: _see(folder)), mesh.world)
-        write_shards(folder, owned_chunks(tensors, mesh), mesh.world)
+        write_shards(folder, owned_chunks(pieces, mesh), mesh.world)
         on_first_rank(lambda: storage.write_documents(folder, texts), mesh.world)
         on_first_rank(lambda: storage.commit(root, iteration), mesh.world)
     except CheckpointError as error:  # on all ranks alike
@@ -80,13 +81,13 @@ def _see(folder: Path) -> None:
 
 @torch.no_grad()
 def load_checkpoint(
-    directory: str | os.PathLike[str], *, mesh: Mesh, tensors: Iterable[NamedTensor], strict: bool = True
+    directory: str | os.PathLike[str], *, mesh: Mesh, pieces: Iterable[Piece], strict: bool = True
 ) -> None:
-    """Fill `tensors` (key, local tensor, spec) from a checkpoint of any layout. Collective over the world.
+    """Fill `pieces`, named by their keys, from a checkpoint of any layout. Collective over the world.
 
-    Each box of a spec is filled, converted to its tensor's dtype; padding is left as it is. Every key must be there
+    Each box of a spec is filled, converted to its piece's dtype; padding is left as it is. Every key must be there
     with the logical shape of its spec. With `strict`, some rank must want something of every parameter in the
-    checkpoint. All ranks raise the same `CheckpointError`, naming keys or file; tensors may then be filled in part.
+    checkpoint. All ranks raise the same `CheckpointError`, naming keys or file; pieces may then be filled in part.
     """
     path = Path(directory)
     index, plan = Index({}, {}), ReadPlan()
@@ -94,7 +95,7 @@ def load_checkpoint(
     def prepare() -> None:
         nonlocal index, plan
         index = read_index(path)
-        plan = plan_reads(tensors, index)
+        plan = plan_reads(pieces, index)
         _refuse_misfits(path, plan)
         files = index.files
         check_files(path, {read.chunk.file: files[read.chunk.file] for read in plan.reads})

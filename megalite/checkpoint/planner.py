@@ -27,9 +27,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megalite.checkpoint.metadata import Index, StoredChunk
 from megalite.distributed.mesh import Mesh
-from megalite.distributed.param_spec import ParamSpec, Shape
-
-NamedTensor = tuple[str, Tensor, ParamSpec]
+from megalite.distributed.param_spec import Shape
+from megalite.distributed.pieces import Piece
 
 STATE_PREFIX = "optimizer."
 
@@ -50,27 +49,28 @@ class Chunk:
     view: Tensor
 
 
-def owned_chunks(tensors: Iterable[NamedTensor], mesh: Mesh) -> dict[str, list[Chunk]]:
-    """What this rank writes, by key: the boxes that it owns in its replica, shared out among the replicas by size.
+def owned_chunks(pieces: Iterable[Piece], mesh: Mesh) -> dict[str, list[Chunk]]:
+    """What this rank writes, by key: of the boxes that it owns in its replica its shard, or where the replicas hold the
+    same, a share by size.
 
-    `tensors`: (key, local tensor, spec), in the same order on all replicas; a key is `model.NAME` or
-    `optimizer.KIND.NAME`. Ranks at the same place of their replicas hold the same boxes, so all come to the same shares
-    without asking each other.
+    The name of a piece is its key, `model.NAME` or `optimizer.KIND.NAME`; pieces come in the same order on all
+    replicas. Ranks at the same place of their replicas hold the same boxes, so all come to the same shares without
+    asking each other.
     """
     written = [0] * mesh.dp_cp.size
     seen: set[tuple[str, Shape]] = set()
     result: dict[str, list[Chunk]] = {}
-    for key, tensor, spec in tensors:
-        assert tuple(tensor.shape) == spec.local_shape, f"{key}: {tuple(tensor.shape)} is not {spec.local_shape}"
-        for box in spec.boxes:
-            if box.owner != mesh.rank or (key, box.global_start) in seen:
+    for piece in pieces:
+        for box, start, view in piece.held():
+            if box.owner != mesh.rank or (piece.name, start) in seen:
                 continue
-            seen.add((key, box.global_start))  # two chunks of one rank may hold tied copies
-            writer = written.index(min(written))
-            written[writer] += prod(box.shape) * tensor.element_size()
+            seen.add((piece.name, start))  # two chunks of one rank may hold tied copies
+            writer = mesh.dp_cp.rank
+            if not piece.sharded:
+                writer = written.index(min(written))
+                written[writer] += view.nbytes
             if writer == mesh.dp_cp.rank:
-                view = tensor.detach()[box.local_slices]
-                result.setdefault(key, []).append(Chunk(spec.shape, box.global_start, view))
+                result.setdefault(piece.name, []).append(Chunk(piece.spec.shape, start, view))
     return result
 
 
@@ -150,21 +150,22 @@ class ReadPlan:
     gaps: list[str] = field(default_factory=list)  # stored in part only
 
 
-def plan_reads(tensors: Iterable[NamedTensor], index: Index) -> ReadPlan:
-    """Where in the checkpoint every box of `tensors` lies. Elements in no box (padding) are not touched."""
+def plan_reads(pieces: Iterable[Piece], index: Index) -> ReadPlan:
+    """Where in the checkpoint every box of `pieces` lies. Elements in no box (padding) are not touched."""
     plan = ReadPlan()
-    for key, tensor, spec in tensors:
+    for piece in pieces:
+        key = piece.name
         if key not in index.metadata:
             plan.missing.append(key)
             continue
         plan.keys.add(key)
         stored = tuple(index.metadata[key].size)
-        if stored != spec.shape:
-            plan.shapes[key] = (stored, spec.shape)
+        if stored != piece.spec.shape:
+            plan.shapes[key] = (stored, piece.spec.shape)
             continue
-        for box in spec.boxes:
-            reads = list(_box_reads(key, box.global_start, tensor.detach()[box.local_slices], index))
-            if sum(read.target.numel() for read in reads) != prod(box.shape):
+        for _, start, view in piece.held():
+            reads = list(_box_reads(key, start, view, index))
+            if sum(read.target.numel() for read in reads) != view.numel():
                 plan.gaps.append(key)
             plan.reads += reads
     return plan

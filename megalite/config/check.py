@@ -83,6 +83,8 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         yield f"with --tokenizer-type {kind}", ["tokenizer.vocab_file", "tokenizer.merge_file"]
     if kind in ("GPT2BPETokenizer", "NullTokenizer"):
         yield f"with --tokenizer-type {kind}", ["tokenizer.tokenizer_model"]
+    if not config.optimizer.optimizer_cpu_offload:
+        yield "without --optimizer-cpu-offload", ["optimizer.optimizer_offload_fraction"]
     if config.optimizer.optimizer != "sgd":
         yield "without --optimizer sgd", ["optimizer.sgd_momentum"]
     if config.optimizer.optimizer != "adam":

@@ -195,7 +195,12 @@ def _sharding_problems(config: RunConfig) -> Iterator[str]:
     if layout.use_distributed_optimizer and layout.data_parallel_sharding_strategy == "no_shard":
         yield "--use-distributed-optimizer shards, so --data-parallel-sharding-strategy no_shard contradicts it"
     if layout.overlap_param_gather and not _shards(config):
-        yield "--overlap-param-gather needs --use-distributed-optimizer"
+        yield "--overlap-param-gather needs --use-distributed-optimizer or a --data-parallel-sharding-strategy"
+    if layout.ddp_bucket_size is not None and layout.data_parallel_sharding_strategy == "optim_grads_params":
+        yield (
+            f"--ddp-bucket-size {layout.ddp_bucket_size}: with --data-parallel-sharding-strategy optim_grads_params "
+            "buckets are the model's layers: leave it out"
+        )
     if layout.overlap_param_gather and not layout.overlap_grad_reduce:
         yield "--overlap-param-gather needs --overlap-grad-reduce"
 

@@ -55,7 +55,7 @@ BOUNDS = (
         learning_rate.lr learning_rate.decoupled_lr learning_rate.min_lr learning_rate.decoupled_min_lr
         learning_rate.lr_warmup_iters learning_rate.lr_warmup_samples learning_rate.lr_warmup_init
         precision.fp8_margin data.num_workers
-        validation.eval_iters logging.profile_step_start
+        validation.eval_iters logging.profile_step_start logging.log_top_grad_norms
         """),
     ),
     Bound(

@@ -116,18 +116,19 @@ class LayoutConfig:
         None, "communication library; default nccl on CUDA, gloo on CPU", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: float = flag(10, "a collective that takes longer fails the run")
-    use_distributed_optimizer: bool = flag(
-        False, "shard the optimizer's state over data-parallel ranks", planned="ZeRO sharding"
-    )
+    use_distributed_optimizer: bool = flag(False, "shard the optimizer's state over data-parallel ranks (ZeRO-1)")
     data_parallel_sharding_strategy: str | None = flag(
         None,
         "what data-parallel ranks shard; default no_shard, or optim with --use-distributed-optimizer",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
-        planned="ZeRO sharding",
     )
-    overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward runs", planned="overlapped reduction")
-    overlap_param_gather: bool = flag(False, "gather parameters while the forward runs", planned="overlapped gather")
-    ddp_bucket_size: int | None = flag(None, "parameters in one bucket of gradients", planned="gradient buckets")
+    overlap_grad_reduce: bool = flag(False, "reduce gradients while the backward runs")
+    overlap_param_gather: bool = flag(False, "gather parameters while the forward (and backward) runs")
+    ddp_bucket_size: int | None = flag(
+        None,
+        "parameters in one bucket of gradients; default: all of a chunk, or with --overlap-grad-reduce the larger of "
+        "40 million and 1 million a data-parallel rank",
+    )
     device: str = flag("auto", "where to run; auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
     threads_per_rank: int | None = flag(None, "CPU threads of each process; default: cores / processes on this machine")
 
@@ -148,8 +149,8 @@ class OptimizerConfig:
     adam_beta2: float = flag(0.999, "decay of Adam's second moment")
     adam_eps: float = flag(1e-8, "added to the denominator of Adam")
     sgd_momentum: float = flag(0.9, "momentum of SGD")
-    optimizer_cpu_offload: bool = flag(False, "keep the optimizer's state on the host", planned="CPU offload")
-    optimizer_offload_fraction: float = flag(1.0, "share of the state kept on the host", planned="CPU offload")
+    optimizer_cpu_offload: bool = flag(False, "keep main parameters and moments on the host and update them there")
+    optimizer_offload_fraction: float = flag(1.0, "share of the state kept on the host")
 
 
 @dataclass
@@ -338,6 +339,8 @@ class LoggingConfig:
     log_interval: int = flag(100, "steps between log lines")
     log_throughput: bool = flag(False, "TFLOP/s per device in the log line")
     log_params_norm: bool = flag(False, "the parameters' norm in the log line")
+    log_top_grad_norms: int = flag(0, "print so many of the largest gradient norms, with the parameters' names")
+    log_memory: bool = flag(False, "print each rank's memory after the first step, measured and predicted")
     log_num_zeros_in_grad: bool = flag(False, "zeros in the gradient in the log line")
     timing_log_level: int = flag(0, "detail of timers in the log: 0, 1 or 2", choices=(0, 1, 2))
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard")

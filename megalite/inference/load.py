@@ -20,6 +20,7 @@ from megalite.config.schema import RunConfig, TokenizerConfig
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.distributed.launch import Environment, choose_device, set_threads
 from megalite.distributed.mesh import Mesh, single_process_mesh
+from megalite.distributed.pieces import whole
 from megalite.models.gpt import GPTStage
 from megalite.models.stages import whole_model
 from megalite.nn.attention_backend import choose_backend
@@ -56,8 +57,8 @@ def load_for_generation(root: str, *, step: int | None = None, given: Mapping[st
     _check_vocabulary(found.path, tokenizer, config.tokenizer)
     mesh = single_process_mesh(device)
     model = _build(config, tokenizer.vocab_size, mesh)
-    tensors = [(f"model.{name}", parameter, spec) for name, parameter, spec in named_specs(model)]
-    load_checkpoint(found.path, mesh=mesh, tensors=tensors, strict=True)
+    pieces = [whole(f"model.{name}", parameter, spec) for name, parameter, spec in named_specs(model)]
+    load_checkpoint(found.path, mesh=mesh, pieces=pieces, strict=True)
     notes = [found.note] if found.note else []
     notes.append(f"iteration {found.iteration} of {root}, {Precision.from_config(config.precision).name} on {device}")
     return LoadedModel(model, tokenizer, config, notes)

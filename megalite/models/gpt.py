@@ -6,6 +6,7 @@ by their global number, perhaps the output. One process owns one stage that has 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,11 +19,12 @@ from megalite.nn.cross_entropy import vocabulary_parallel_cross_entropy
 from megalite.nn.dropout import hidden_dropout
 from megalite.nn.embedding import PositionEmbedding, VocabularyParallelEmbedding, vocabulary_spec
 from megalite.nn.linear import linear
-from megalite.nn.module import Build, SequenceInfo, ShardedModule
+from megalite.nn.module import Build, SequenceInfo, ShardedModule, named_specs
 from megalite.nn.norm import Norm
 from megalite.nn.recompute import rerun
 from megalite.nn.rotary import rotary_table
 from megalite.nn.transformer import TransformerLayer
+from megalite.optimizer.sharding import Member, Unit
 
 
 class _Embedding(ShardedModule):
@@ -73,9 +75,29 @@ class _Decoder(ShardedModule):
 
 
 class _Output(ShardedModule):
-    def __init__(self, build: Build, vocab_size: int):
+    """Hidden states to logits. `own_weight`: a table of its own; else each call brings the embedding's."""
+
+    def __init__(self, build: Build, vocab_size: int, *, own_weight: bool):
         super().__init__()
-        self.weight = self.add_parameter("weight", vocabulary_spec(build, vocab_size, None), build)
+        self.vocab_size, self.group = vocab_size, build.mesh.tp
+        self.sequence_parallel = build.mesh.layout.sequence_parallel
+        self.weight_gradients = build.weight_gradients
+        spec = vocabulary_spec(build, vocab_size, None)
+        self.weight = self.add_parameter("weight", spec, build) if own_weight else None
+
+    def forward(self, hidden: Tensor, tied: Tensor | None) -> Tensor:
+        """[s, b, h] → [s, b, local columns]; those of vocabulary padding are left out."""
+        weight = tied if self.weight is None else self.weight
+        assert weight is not None
+        rows = max(0, min(self.vocab_size - self.group.rank * weight.shape[0], weight.shape[0]))
+        return linear(
+            hidden,
+            weight,
+            self.group,
+            gather=self.sequence_parallel,
+            rows=rows,
+            gradients=self.weight_gradients,
+        )
 
 
 class GPTStage(ShardedModule):
@@ -87,14 +109,13 @@ class GPTStage(ShardedModule):
         self.config, self.span, self.vocab_size = config, span, vocab_size
         self.backend, self.window = backend, bounded_window(config)
         self.wide, self.compute, self.group = build.precision.wide, build.precision.compute, build.mesh.tp
-        self.sequence_parallel = build.mesh.layout.sequence_parallel
         self.weight_gradients = build.weight_gradients
         tied = not config.untie_embeddings_and_output_weights
         self.embedding = None
         if span.has_embedding or (tied and span.has_output):
             self.embedding = _Embedding(build, vocab_size, span)
         self.decoder = _Decoder(build, backend, span)
-        self.output_layer = _Output(build, vocab_size) if span.has_output and not tied else None
+        self.output_layer = _Output(build, vocab_size, own_weight=not tied) if span.has_output else None
 
     def forward(self, x: Tensor, info: SequenceInfo) -> Tensor:
         """Token ids [b, s] on the first stage, else activations [s, b, h] → activations [s, b, h].
@@ -114,23 +135,34 @@ class GPTStage(ShardedModule):
     @property
     def output_weight(self) -> Tensor:
         """The [local rows, hidden] table of the output: its own, or the embedding's."""
-        if self.output_layer is not None:
+        assert self.output_layer is not None
+        if self.output_layer.weight is not None:
             return self.output_layer.weight
         assert self.embedding is not None
         return self.embedding.word_embeddings.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, b, h] of the last stage → [s, b, local columns]; those of vocabulary padding are left out."""
-        weight = self.output_weight
-        rows = max(0, min(self.vocab_size - self.group.rank * weight.shape[0], weight.shape[0]))
-        return linear(
-            hidden,
-            weight,
-            self.group,
-            gather=self.sequence_parallel,
-            rows=rows,
-            gradients=self.weight_gradients,
-        )
+        assert self.output_layer is not None
+        logits: Tensor = self.output_layer(hidden, self.output_weight)
+        return logits
+
+    def units(self, chunk: int) -> Iterator[Unit]:
+        """The modules that a forward calls one after another, with the parameters that each uses."""
+        named = list(named_specs(self))
+
+        def of(*parameters: Tensor) -> list[Member]:
+            return [entry for entry in named if any(entry[1] is parameter for parameter in parameters)]
+
+        if self.span.has_embedding:
+            assert self.embedding is not None
+            yield Unit(self.embedding, chunk, of(*self.embedding.parameters()), backward_reads=False)
+        for layer in self.decoder.layers.values():
+            yield Unit(layer, chunk, of(*layer.parameters()))
+        if self.span.has_output:
+            assert self.decoder.final_layernorm is not None and self.output_layer is not None
+            yield Unit(self.decoder.final_layernorm, chunk, of(*self.decoder.final_layernorm.parameters()))
+            yield Unit(self.output_layer, chunk, of(self.output_weight))
 
     def token_losses(self, hidden: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
         """Cross-entropy in nats of every token, wide [s, b], for `labels` [b, s]."""
@@ -143,6 +175,11 @@ class GPTStage(ShardedModule):
             wide=self.wide,
             label_smoothing=label_smoothing,
         )
+
+
+def units_of(stages: Sequence[GPTStage]) -> list[Unit]:
+    """The units of a rank's chunks, in the order of a forward."""
+    return [unit for chunk, stage in enumerate(stages) for unit in stage.units(chunk)]
 
 
 def plain_info(tokens: Tensor) -> SequenceInfo:

@@ -13,15 +13,17 @@ from torch import Tensor
 
 from megalite.distributed.collectives import reduce_from_group
 from megalite.distributed.param_spec import Init, ParamSpec, replicated, vocabulary_rows
+from megalite.nn.gradient_sink import sink_of
 from megalite.nn.module import Build, ShardedModule
 
 
 class _Lookup(torch.autograd.Function):
-    """table[ids]; the gradient goes to `table.main_grad` where there is one."""
+    """table[ids]; the gradient goes to the table's sink where it has one."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(table, ids)
+        ctx.sink = sink_of(table)
         return table[ids]
 
     @staticmethod
@@ -29,11 +31,14 @@ class _Lookup(torch.autograd.Function):
         table, ids = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None
-        main_grad = getattr(table, "main_grad", None)
-        target = torch.zeros_like(table) if main_grad is None else main_grad
+        sink = ctx.sink
+        target = torch.zeros_like(table) if sink is None else sink.target()
         rows = grads[0].reshape(-1, table.shape[1]).to(target.dtype)
         target.index_add_(0, ids.reshape(-1), rows)
-        return (target if main_grad is None else None), None
+        if sink is None:
+            return target, None
+        sink.arrived()
+        return None, None
 
 
 def lookup(table: Tensor, ids: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """Column- and row-parallel linear layers (Shoeybi et al. 2019).
 
-Key idea: the weight's gradient is accumulated straight into the wide main gradient (`weight.main_grad`, set by the
-optimizer's buffers), by the GEMM that computes it where torch has such a one. Without a main gradient the layer is an
-ordinary one.
+Key idea: the weight's gradient is accumulated straight into the wide main gradient (see `nn.gradient_sink`), by the
+GEMM that computes it where torch has such a one. Without a sink the layer is an ordinary one.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from megalite.distributed.collectives import (
 )
 from megalite.distributed.mesh import Group
 from megalite.distributed.param_spec import ZEROS, Box, Init, ParamSpec, cut, replicated
+from megalite.nn.gradient_sink import GradientSink, sink_of
 from megalite.nn.module import Build, ShardedModule
 from megalite.nn.weight_gradients import WeightGradients
 
@@ -56,6 +56,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rows, ctx.group, ctx.gather, ctx.gradients = rows, group, gather, gradients
+        ctx.sink = sink_of(weight)  # recomputation hands the backward another tensor, without it
         if group is not None and gather:
             x = start_all_gather(x, group).wait()
         return F.linear(x, weight.view(-1, x.shape[-1])[:rows])
@@ -71,26 +72,28 @@ class _Linear(torch.autograd.Function):
         if x_grad is not None and group is not None:
             start = start_reduce_scatter if ctx.gather else start_all_reduce
             x_grad = start(x_grad.result, group)
-        weight_grad = _weight_gradient(weight, grad, x_full, ctx.gradients) if ctx.needs_input_grad[1] else None
+        weight_grad = _weight_gradient(weight, grad, x_full, ctx) if ctx.needs_input_grad[1] else None
         return None if x_grad is None else x_grad.wait(), weight_grad, None, None, None, None
 
 
-def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, gradients: WeightGradients | None) -> Tensor | None:
-    """Accumulate into the weight's main gradient, now or later; or return the gradient where there is none."""
+def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, ctx: Any) -> Tensor | None:
+    """Put the weight's gradient into its sink, now or later; or return it where there is none."""
     flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
-    main_grad: Tensor | None = getattr(weight, "main_grad", None)
-    rows = flat_grad.shape[1]
-    if main_grad is None:
+    if ctx.sink is None:
         result = torch.zeros_like(weight)
-        result.view(-1, flat_x.shape[1])[:rows] = flat_grad.t() @ flat_x
+        result.view(-1, flat_x.shape[1])[: flat_grad.shape[1]] = flat_grad.t() @ flat_x
         return result
-    target = main_grad.view(-1, flat_x.shape[1])[:rows]
-    job = partial(accumulate_weight_gradient, target, flat_grad, flat_x)
-    if gradients is None:
+    job = partial(_fill_sink, ctx.sink, flat_grad, flat_x)
+    if ctx.gradients is None:
         job()
     else:
-        gradients.add(job)
+        ctx.gradients.add(job)
     return None
+
+
+def _fill_sink(sink: GradientSink, grad: Tensor, x: Tensor) -> None:
+    accumulate_weight_gradient(sink.target().view(-1, x.shape[1])[: grad.shape[1]], grad, x)
+    sink.arrived()
 
 
 def linear(

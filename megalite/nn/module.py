@@ -17,6 +17,7 @@ from megalite.config.schema import ModelConfig
 from megalite.distributed import random
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import ParamSpec, Place
+from megalite.distributed.pieces import Piece, whole
 from megalite.nn.recompute import Recompute
 from megalite.nn.weight_gradients import WeightGradients
 from megalite.precision.policy import Precision
@@ -24,13 +25,17 @@ from megalite.precision.policy import Precision
 
 @dataclass(frozen=True)
 class Build:
-    """All that a block needs to be built: the resolved network configuration, this rank's mesh, the number formats."""
+    """All that a block needs to be built: the resolved network configuration, this rank's mesh, the number formats.
+
+    `without_values`: parameters have a shape but no memory; whoever shards them gives them some.
+    """
 
     config: ModelConfig
     mesh: Mesh
     precision: Precision
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     recompute: Recompute = field(default_factory=Recompute)
+    without_values: bool = False
 
     def place(self, stages: tuple[int, ...] | None = None) -> Place:
         """Where this rank's parameters lie."""
@@ -75,6 +80,8 @@ class ShardedModule(nn.Module):
     def add_parameter(self, name: str, spec: ParamSpec, build: Build) -> nn.Parameter:
         """Register an uninitialised parameter of the spec's local shape, in the compute dtype on the mesh's device."""
         parameter = nn.Parameter(torch.empty(spec.local_shape, dtype=build.precision.compute, device=build.mesh.device))
+        if build.without_values:
+            parameter.untyped_storage().resize_(0)
         self.register_parameter(name, parameter)
         self.param_specs[name] = spec
         return parameter
@@ -99,18 +106,19 @@ def specs_of(stages: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter, P
         yield from named_specs(stage)
 
 
-@torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fill every parameter from its spec: a function of seed, global name and global index alone.
+    """Fill every parameter from its spec: a function of seed, global name and global index alone."""
+    initialize_pieces((whole(name, parameter, spec) for name, parameter, spec in named_specs(model)), seed)
 
-    Rows outside every box (vocabulary padding) become zero.
-    """
-    for name, parameter, spec in named_specs(model):
-        parameter.zero_()
-        key = random.fold(seed, "init", name)
-        for box in spec.boxes:
-            target = parameter[box.local_slices]
-            if spec.init.kind == "normal":
-                random.fill_normal(target, key, spec.init.std, spec.shape, box.global_start)
+
+@torch.no_grad()
+def initialize_pieces(pieces: Iterable[Piece], seed: int) -> None:
+    """As `initialize`, for the parts of parameters that a rank holds. Vocabulary padding becomes zero."""
+    for piece in pieces:
+        piece.flat.zero_()
+        key, init = random.fold(seed, "init", piece.name), piece.spec.init
+        for _, start, target in piece.held():
+            if init.kind == "normal":
+                random.fill_normal(target, key, init.std, piece.spec.shape, start)
             else:
-                target.fill_(spec.init.value)
+                target.fill_(init.value)

@@ -1,8 +1,9 @@
 """Sums over the copies of a parameter inside one replica.
 
 Key idea: where copies hold partial gradients (sequence-parallel norms, key/value heads that several ranks share, tied
-embeddings on two stages) their sum comes before the data-parallel reduction. Which boxes, and over which ranks, is what
-each `Box.sum_over` says; boxes with equal ranks travel together.
+embeddings on two stages), they are summed after the data-parallel reduction, so that only a rank's shard travels. That
+is right because ranks that share a box hold the same shard of it, which is checked when the optimizer is built. Which
+boxes, and over which ranks, is what each `Box.sum_over` says; boxes with equal ranks travel together.
 """
 
 from __future__ import annotations
@@ -12,27 +13,37 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megalite.distributed.collectives import sum_over_ranks
+from megalite.distributed.collectives import all_gather_objects, sum_over_ranks
 from megalite.distributed.mesh import Mesh
-from megalite.optimizer.buffers import FlatBuffer
+from megalite.optimizer.buckets import Bucket
+
+Ranks = tuple[int, ...]
 
 
 class CopySums:
-    """The partial copies of all buffers, as views of their gradients, by the ranks that share them."""
+    """The partial copies in all buckets, as views of their held gradients, by the ranks that share them."""
 
-    def __init__(self, buffers: Iterable[FlatBuffer], mesh: Mesh):
+    def __init__(self, buckets: Iterable[Bucket], mesh: Mesh):
         self.mesh = mesh
-        found: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
-        for buffer in buffers:
-            for slot in buffer.slots:
-                view = slot.view(buffer.grads)
-                for box in slot.spec.boxes:
+        found: dict[Ranks, list[tuple[str, tuple[int, ...], Tensor]]] = {}
+        for bucket in buckets:
+            for slot, piece in bucket.pieces(bucket.held_grads):
+                for box, start, view in piece.held():
                     if box.sum_over:
-                        found.setdefault(box.sum_over, []).append((slot.name, view[box.local_slices]))
-        # In one order on all ranks: groups by their ranks, boxes by the parameter's global name.
-        self.groups = {
-            ranks: [view for _, view in sorted(found[ranks], key=lambda named: named[0])] for ranks in sorted(found)
-        }
+                        found.setdefault(box.sum_over, []).append((slot.name, start, view))
+        # In one order on all ranks: groups by their ranks, boxes by name and place.
+        ordered = {ranks: sorted(found[ranks], key=lambda item: item[:2]) for ranks in sorted(found)}
+        self.groups = {ranks: [view for _, _, view in items] for ranks, items in ordered.items()}
+        self._check(
+            {ranks: [(name, start, tuple(v.shape)) for name, start, v in items] for ranks, items in ordered.items()}
+        )
+
+    def _check(self, mine: dict[Ranks, list[tuple[str, tuple[int, ...], tuple[int, ...]]]]) -> None:
+        """All that share a box must hold the same part of it. Collective over one replica."""
+        everyone = dict(zip(self.mesh.model.ranks, all_gather_objects(mine, self.mesh.model), strict=True))
+        for ranks, items in mine.items():
+            for rank in ranks:
+                assert everyone[rank].get(ranks) == items, f"ranks {ranks} hold different shards of what they share"
 
     def reduce(self) -> None:
         """Sum them. Collective over one replica."""

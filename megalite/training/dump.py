@@ -10,29 +10,28 @@ from torch import Tensor
 
 from megalite.distributed.collectives import all_gather_objects
 from megalite.distributed.mesh import Mesh
+from megalite.optimizer.gradient_norm import holders
 from megalite.optimizer.optimizer import Optimizer
 
 
 def gather_gradients(optimizer: Optimizer, mesh: Mesh, loss_scale: float) -> dict[str, Tensor]:
-    """Global name → full unscaled gradient on the CPU, assembled over the ranks of one replica. Collective over it."""
-    parts: list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]] = []
-    for buffer in optimizer.buffers:
-        for slot in buffer.slots:
-            local = slot.view(buffer.grads)
-            for box in slot.spec.boxes:
-                if box.owner == mesh.rank:
-                    piece = (local[box.local_slices] / loss_scale).cpu()
-                    parts.append((slot.name, slot.spec.shape, box.global_slices, piece))
+    """Global name → full unscaled gradient on the CPU, assembled over the ranks that share it out. Collective."""
+    parts: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]] = []
+    for piece in optimizer.gradient_pieces():
+        for box, start, view in piece.held():
+            if box.owner == mesh.rank:
+                parts.append((piece.name, piece.spec.shape, start, (view / loss_scale).cpu()))
+    everyone = all_gather_objects(parts, holders(mesh, sharded=optimizer.sharding.state))
     gradients: dict[str, Tensor] = {}
-    for name, shape, where, piece in (part for parts_of in all_gather_objects(parts, mesh.model) for part in parts_of):
+    for name, shape, start, view in (part for parts_of in everyone for part in parts_of):
         if name not in gradients:
-            gradients[name] = torch.zeros(shape, dtype=piece.dtype)
-        gradients[name][where] = piece
+            gradients[name] = torch.zeros(shape, dtype=view.dtype)
+        gradients[name][tuple(slice(a, a + n) for a, n in zip(start, view.shape, strict=True))] = view
     return gradients
 
 
 def dump_gradients(directory: str, optimizer: Optimizer, mesh: Mesh, loss_scale: float) -> None:
-    """Write `directory/grads.safetensors` on the first rank. Collective over one replica."""
+    """Write `directory/grads.safetensors` on the first rank. Collective."""
     gradients = gather_gradients(optimizer, mesh, loss_scale)
     if mesh.is_first:
         Path(directory).mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from megalite.distributed.mesh import Mesh
 from megalite.models.gpt import GPTStage
 from megalite.nn.attention import cumulative_lengths
 from megalite.nn.module import SequenceInfo
+from megalite.optimizer.optimizer import Optimizer
 
 Tensors = dict[str, Tensor]
 HIDDEN = "hidden"  # activations between stages: [s, b, h], with sequence parallelism this rank's part of s
@@ -57,7 +58,11 @@ class _Kept:
 class GPTExecutor:
     """Forward and backward of one rank's chunks on the microbatches of one step."""
 
-    def __init__(self, stages: Sequence[GPTStage], mesh: Mesh, *, label_smoothing: float):
+    def __init__(
+        self, stages: Sequence[GPTStage], mesh: Mesh, *, label_smoothing: float, optimizer: Optimizer | None = None
+    ):
+        """`optimizer`: is told when a chunk's forwards and backwards begin and end."""
+        self.optimizer = optimizer
         self.stages, self.mesh, self.label_smoothing = list(stages), mesh, label_smoothing
         self._microbatches: list[Microbatch] = []
         self._kept: dict[tuple[int, int], _Kept] = {}
@@ -91,6 +96,8 @@ class GPTExecutor:
     def forward(self, chunk: int, microbatch: int, inputs: Tensors | None = None) -> Tensors | None:
         """Run a chunk. The last stage adds its loss to `loss_sum`; others return what the next one needs."""
         stage = self.stages[chunk]
+        if self.optimizer is not None:
+            self.optimizer.forward_begins()
         batch, info = move(self._microbatches[microbatch], self.mesh, self._dropout_key)
         received = None
         if not stage.span.has_embedding:
@@ -114,6 +121,17 @@ class GPTExecutor:
 
     def backward(self, chunk: int, microbatch: int, output_grads: Tensors | None = None) -> Tensors | None:
         """Accumulate the gradients of a chunk's parameters; return those of its inputs."""
+        grads = self._backward(chunk, microbatch, output_grads)
+        self._backward_ended(chunk)
+        return grads
+
+    def _backward_ended(self, chunk: int) -> None:
+        if self.optimizer is not None:
+            self.optimizer.backward_ended(chunk)
+
+    def _backward(self, chunk: int, microbatch: int, output_grads: Tensors | None) -> Tensors | None:
+        if self.optimizer is not None:
+            self.optimizer.backward_begins()
         kept = self._kept.pop((chunk, microbatch))
         grad = None if output_grads is None else output_grads[HIDDEN]
         torch.autograd.backward([kept.edge], None if grad is None else [grad])
@@ -127,7 +145,7 @@ class GPTExecutor:
         gradients = self.stages[chunk].weight_gradients
         gradients.deferred = True
         try:
-            return self.backward(chunk, microbatch, output_grads)
+            return self._backward(chunk, microbatch, output_grads)
         finally:
             gradients.deferred = False
             self._weight_jobs[chunk, microbatch] = gradients.take()
@@ -136,3 +154,4 @@ class GPTExecutor:
         """The rest of `backward_input`."""
         for job in self._weight_jobs.pop((chunk, microbatch)):
             job()
+        self._backward_ended(chunk)

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from megalite.checkpoint.checkpoint import load_checkpoint, read_training_state
 from megalite.checkpoint.errors import CheckpointError, agree
 from megalite.checkpoint.metadata import describe
@@ -21,7 +19,7 @@ from megalite.config.errors import UserError
 from megalite.config.schema import CheckpointConfig, RunConfig
 from megalite.distributed.collectives import broadcast_object
 from megalite.distributed.mesh import Mesh
-from megalite.distributed.param_spec import ParamSpec
+from megalite.distributed.pieces import Piece, whole
 from megalite.models.gpt import GPTStage
 from megalite.nn.module import specs_of
 from megalite.optimizer.optimizer import Optimizer
@@ -29,16 +27,19 @@ from megalite.optimizer.schedule import Schedule
 from megalite.precision.loss_scaler import LossScaler
 from megalite.training.state import TrainingState
 
-Entry = tuple[str, Tensor, ParamSpec]
 
-
-def entries(stages: Sequence[GPTStage], optimizer: Optimizer | None) -> Iterator[Entry]:
-    """Everything that a checkpoint holds as tensors."""
+def entries(stages: Sequence[GPTStage], optimizer: Optimizer, *, state: bool) -> Iterator[Piece]:
+    """Everything that a checkpoint holds as tensors; `state`: with the optimizer's."""
+    trained = optimizer.parameter_pieces()
     for name, parameter, spec in specs_of(stages):
-        yield f"model.{name}", parameter.detach(), spec
-    if optimizer is not None:
-        for name, tensor, spec in optimizer.named_state():
-            yield f"optimizer.{name}", tensor, spec
+        piece = trained.get(name)
+        if piece is None and not parameter.requires_grad:
+            piece = whole(name, parameter, spec)
+        if piece is not None:  # none where all of a sharded parameter is elsewhere
+            yield piece._replace(name=f"model.{name}")
+    if state:
+        for key, piece in optimizer.named_state():
+            yield piece._replace(name=f"optimizer.{key}")
 
 
 def source_key(key: str, stored: set[str], *, half: bool) -> str:
@@ -109,14 +110,15 @@ def load(
             f"{directory.path} holds no optimizer state: load its weights alone with --no-load-optim or --finetune"
         )
     half = optimizer.precision.needs_main_parameters
-    wanted = entries(stages, optimizer if with_optimizer else None)
     load_checkpoint(
         directory,
         mesh=mesh,
-        tensors=((source_key(key, stored, half=half), tensor, spec) for key, tensor, spec in wanted),
+        pieces=(
+            piece._replace(name=source_key(piece.name, stored, half=half))
+            for piece in entries(stages, optimizer, state=with_optimizer)
+        ),
     )
-    if not with_optimizer:
-        optimizer.refresh_main()
+    optimizer.parameters_loaded(with_state=with_optimizer)
     values = read_training_state(directory)
     fresh = TrainingState(dropout_seed=config.training.seed)
     if weights_only:

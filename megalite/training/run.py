@@ -23,12 +23,13 @@ from megalite.data.splits import split_sizes
 from megalite.distributed.collectives import barrier
 from megalite.distributed.mesh import Mesh
 from megalite.estimate.model import training_flops_per_token
-from megalite.models.gpt import GPTStage
+from megalite.models.gpt import GPTStage, units_of
 from megalite.models.stages import stage_spans
-from megalite.nn.module import Build, initialize, specs_of
+from megalite.nn.module import Build, initialize, initialize_pieces
 from megalite.nn.recompute import Recompute
 from megalite.optimizer.optimizer import Optimizer
 from megalite.optimizer.schedule import BatchSchedule, Schedule
+from megalite.optimizer.sharding import Sharding
 from megalite.pipeline.runtime import PipelineRuntime, Recorder
 from megalite.pipeline.transport import ProcessGroupTransport
 from megalite.precision.loss_scaler import LossScaler
@@ -62,12 +63,18 @@ class Run:
         self.schedule = Schedule.from_config(config, self.batches)
         self.total_iterations = self.batches.total_iterations(config)
         self.datasets = self._datasets()
-        self.stages = self._model()
-        self.optimizer = Optimizer(specs_of(self.stages), mesh, self.precision, config.optimizer)
+        sharding = Sharding.from_config(config.layout, config.optimizer, mesh.dp_cp.size)
+        self.stages = self._model(without_values=sharding.parameters)
+        self.optimizer = Optimizer(units_of(self.stages), mesh, self.precision, config.optimizer, sharding)
+        if sharding.parameters:
+            initialize_pieces(self.optimizer.parameter_pieces().values(), config.training.seed)
+            self.optimizer.parameters_loaded(with_state=False)
         self.scaler = LossScaler.from_config(config.precision)
         self.state = self._starting_state()
         self._iterators: dict[str, MicrobatchIterator] = {}
-        self.executor = GPTExecutor(self.stages, mesh, label_smoothing=config.model.label_smoothing)
+        self.executor = GPTExecutor(
+            self.stages, mesh, label_smoothing=config.model.label_smoothing, optimizer=self.optimizer
+        )
         self.plan = Plan(config, mesh.pp.rank)
         self.transport = None
         if mesh.pp.size > 1:
@@ -103,16 +110,19 @@ class Run:
         self.say_all(datasets.notes)
         return datasets
 
-    def _model(self) -> list[GPTStage]:
-        """This rank's chunks of the model, initialised."""
+    def _model(self, *, without_values: bool) -> list[GPTStage]:
+        """This rank's chunks of the model, initialised if they have values."""
         config = self.config
         recompute = Recompute.from_config(config.training)
         vocab_size, backend = self.prepared.tokenizer.vocab_size, self.prepared.backend
         stages = []
         for span in stage_spans(config)[self.mesh.pp.rank]:
-            build = Build(config.model, self.mesh, self.precision, recompute=recompute)
+            build = Build(
+                config.model, self.mesh, self.precision, recompute=recompute, without_values=without_values
+            )
             stage = GPTStage(build, vocab_size, span, backend)
-            initialize(stage, config.training.seed)
+            if not without_values:
+                initialize(stage, config.training.seed)
             stages.append(stage)
         return stages
 
@@ -193,7 +203,7 @@ class Run:
             Path(config.save),
             self.state.iteration,
             mesh=self.mesh,
-            tensors=resume.entries(self.stages, self.optimizer if config.save_optim else None),
+            pieces=resume.entries(self.stages, self.optimizer, state=config.save_optim),
             config=self.config,
             training_state=resume.training_state(self.config, self.state, self.optimizer, self.scaler, self.schedule),
             retain=Retention.from_config(config),

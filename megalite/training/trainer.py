@@ -92,7 +92,7 @@ class Trainer:
     def _forward_backward(self, microbatches: list[Microbatch], tokens: Tensor, loss_scale: float) -> Tensor:
         """Gradients into the buffers; the mean loss over the global batch, equal on all ranks, still on the device."""
         with self.timers.section("forward-backward"):
-            self.optimizer.zero_grad()
+            self.optimizer.begin_step(len(microbatches))
             key = random.fold(self.state.dropout_seed, "dropout")
             if self.mesh.device.type == "cuda":
                 # Kernels with a dropout stream of their own start it anew each step: resuming needs no generator state.

@@ -20,6 +20,7 @@ class Variant:
     dp: int = 1
     schedule: str = "auto"
     recompute: str | None = None
+    sharding: str = "no_shard"
 
     @property
     def processes(self) -> int:
@@ -32,6 +33,8 @@ class Variant:
         parts.append(f"DP {self.dp}")
         if self.pp > 1:
             parts.append(self.schedule)
+        if self.sharding != "no_shard":
+            parts.append(f"shards {self.sharding}")
         if self.recompute:
             parts.append(f"recompute {self.recompute}")
         return " x ".join(parts[:3]) + "".join(f", {part}" for part in parts[3:])
@@ -45,24 +48,32 @@ class Variant:
         layout.num_layers_per_virtual_pipeline_stage = None
         layout.num_virtual_stages_per_pipeline_rank = self.chunks if self.chunks > 1 else None
         layout.pipeline_schedule = self.schedule
+        layout.use_distributed_optimizer, layout.data_parallel_sharding_strategy = False, self.sharding
+        layout.overlap_grad_reduce = layout.overlap_param_gather = self.sharding != "no_shard"
         training.recompute_granularity = self.recompute
         if self.recompute == "full":
             training.recompute_method, training.recompute_num_layers = "uniform", 1
         return config
 
 
-def variants(processes: int, recompute: tuple[str | None, ...] = (None,)) -> Iterator[Variant]:
+SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def variants(
+    processes: int, recompute: tuple[str | None, ...] = (None,), shardings: tuple[str, ...] = ("no_shard",)
+) -> Iterator[Variant]:
     """All layouts of up to `processes` processes: TP and PP in 1, 2, 4, DP in 1, 2, sequence parallelism, every
-    schedule."""
+    schedule; with DP 2 each of `shardings`."""
     for tp in (1, 2, 4):
         for sequence_parallel in (False, True) if tp > 1 else (False,):
             for pp in (1, 2, 4):
                 for chunks, schedule in _schedules(pp):
                     for dp in (1, 2):
                         for what in recompute:
-                            variant = Variant(tp, sequence_parallel, pp, chunks, dp, schedule, what)
-                            if variant.processes <= processes:
-                                yield variant
+                            for sharding in shardings if dp > 1 else ("no_shard",):
+                                variant = Variant(tp, sequence_parallel, pp, chunks, dp, schedule, what, sharding)
+                                if variant.processes <= processes:
+                                    yield variant
 
 
 def _schedules(pp: int) -> list[tuple[int, str]]:

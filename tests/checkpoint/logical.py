@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from megalite.checkpoint.planner import Chunk, NamedTensor, owned_chunks
+from megalite.checkpoint.planner import Chunk, owned_chunks
 from megalite.checkpoint.shards import write_shards
 from megalite.checkpoint.storage import Retention
 from megalite.config.schema import RunConfig
@@ -25,6 +25,7 @@ from megalite.distributed.param_spec import (
     replicated,
     vocabulary_rows,
 )
+from tests.helpers import NamedTensor, pieces_of
 
 LAYERS = 4
 HIDDEN = 6
@@ -129,7 +130,7 @@ def save(mesh: Mesh, root: Path, iteration: int, tensors: list[NamedTensor] | No
         root,
         iteration,
         mesh=mesh,
-        tensors=filled(mesh.layout, mesh.rank, salt) if tensors is None else tensors,
+        pieces=pieces_of(filled(mesh.layout, mesh.rank, salt) if tensors is None else tensors),
         config=config(),
         training_state={"iteration": iteration, "salt": salt},
         retain=KEEP_ALL,
@@ -146,7 +147,7 @@ def config() -> RunConfig:
 def load(mesh: Mesh, directory: Path) -> list[NamedTensor]:
     """This rank's tensors, loaded."""
     tensors = empty(mesh.layout, mesh.rank)
-    load_checkpoint(directory, mesh=mesh, tensors=tensors)
+    load_checkpoint(directory, mesh=mesh, pieces=pieces_of(tensors))
     return tensors
 
 
@@ -160,7 +161,7 @@ def save_simulated(layout: Layout, directory: Path) -> None:
     directory.mkdir(parents=True)
     chunks: dict[str, list[Chunk]] = {}
     for rank in range(layout.world_size):
-        for key, mine in owned_chunks(filled(layout, rank), mesh_of(layout, rank)).items():
+        for key, mine in owned_chunks(pieces_of(filled(layout, rank)), mesh_of(layout, rank)).items():
             chunks.setdefault(key, []).extend(mine)
     write_shards(directory, chunks, single_process_mesh().world)
 
@@ -169,5 +170,5 @@ def check_simulated(layout: Layout, directory: Path) -> None:
     """Load what each rank of a layout would, one after the other."""
     for rank in range(layout.world_size):
         tensors = empty(layout, rank)
-        load_checkpoint(directory, mesh=single_process_mesh(), tensors=tensors, strict=layout.pp == 1)
+        load_checkpoint(directory, mesh=single_process_mesh(), pieces=pieces_of(tensors), strict=layout.pp == 1)
         assert_true(tensors)

@@ -12,6 +12,7 @@ from megalite.config.schema import RunConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.param_spec import ParamSpec, Place, replicated
+from tests.helpers import pieces_of
 
 ONE = single_process_mesh()
 SPEC = ParamSpec((100,), (100,), replicated((100,), Place(Layout(), 0)))
@@ -25,7 +26,7 @@ def save(root: Path, iteration: int, retain: Retention = KEEP_ALL, value: float 
         root,
         iteration,
         mesh=ONE,
-        tensors=[("model.w", tensor, SPEC)],
+        pieces=pieces_of([("model.w", tensor, SPEC)]),
         config=RunConfig(),
         training_state={"iteration": iteration},
         retain=retain,
@@ -34,7 +35,7 @@ def save(root: Path, iteration: int, retain: Retention = KEEP_ALL, value: float 
 
 def value_of(path: Path) -> float:
     tensor = torch.full((100,), -1.0)
-    load_checkpoint(path, mesh=ONE, tensors=[("model.w", tensor, SPEC)])
+    load_checkpoint(path, mesh=ONE, pieces=pieces_of([("model.w", tensor, SPEC)]))
     assert (tensor == tensor[0]).all()
     return tensor[0].item()
 

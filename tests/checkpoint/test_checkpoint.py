@@ -15,7 +15,7 @@ from torch import Tensor
 from megalite.checkpoint.checkpoint import load_checkpoint, read_config, read_training_state, save_checkpoint
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.metadata import describe, read_index
-from megalite.checkpoint.planner import NamedTensor, owned_chunks
+from megalite.checkpoint.planner import owned_chunks
 from megalite.checkpoint.storage import find_checkpoint
 from megalite.config.schema import RunConfig
 from megalite.distributed.layout import Layout
@@ -23,6 +23,7 @@ from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.param_spec import ParamSpec, Place, check_tiling, replicated
 from megalite.distributed.pool import ProcessPool
 from tests.checkpoint import logical
+from tests.helpers import NamedTensor, pieces_of
 
 ONE = single_process_mesh()
 LAYOUTS = [
@@ -92,7 +93,7 @@ def test_replicas_share_the_writing_evenly_and_nothing_is_written_twice(layout: 
     written: dict[int, int] = {}
     places = set()
     for rank in range(layout.world_size):
-        chunks = owned_chunks(logical.filled(layout, rank), logical.mesh_of(layout, rank))
+        chunks = owned_chunks(pieces_of(logical.filled(layout, rank)), logical.mesh_of(layout, rank))
         flat = [(key, chunk) for key, mine in chunks.items() for chunk in mine]
         written[rank] = sum(chunk.view.nbytes for _, chunk in flat)
         places |= {(key, chunk.start) for key, chunk in flat}
@@ -150,7 +151,7 @@ def test_configuration_and_training_state_come_back_equal(tmp_path: Path) -> Non
         tmp_path,
         7,
         mesh=ONE,
-        tensors=[(key, tensor, spec)],
+        pieces=pieces_of([(key, tensor, spec)]),
         config=config,
         training_state=state,
         retain=logical.KEEP_ALL,
@@ -179,7 +180,7 @@ def test_describe_lists_keys_shapes_and_dtypes(saved: Path) -> None:
 
 def test_dtypes_are_converted_to_the_readers(saved: Path) -> None:
     wide = logical.empty(Layout(), 0, torch.float64)
-    load_checkpoint(saved, mesh=ONE, tensors=wide)
+    load_checkpoint(saved, mesh=ONE, pieces=pieces_of(wide))
     logical.assert_true(wide)
 
 
@@ -189,33 +190,25 @@ def test_every_dtype_survives_bit_for_bit(dtype: torch.dtype, tmp_path: Path) ->
     key, tensor, spec = entry("model.w", value)
     path = logical.save(ONE, tmp_path, 1, [(key, tensor, spec)])
     loaded = torch.zeros_like(value)
-    load_checkpoint(path, mesh=ONE, tensors=[(key, loaded, spec)])
-    assert torch.equal(loaded, value)
-
-
-def test_a_view_that_is_not_row_major_is_stored_as_its_values(tmp_path: Path) -> None:
-    value = torch.arange(24.0).reshape(4, 6).t()
-    path = logical.save(ONE, tmp_path, 1, [entry("model.w", value)])
-    loaded = torch.zeros(6, 4)
-    load_checkpoint(path, mesh=ONE, tensors=[entry("model.w", loaded)])
+    load_checkpoint(path, mesh=ONE, pieces=pieces_of([(key, loaded, spec)]))
     assert torch.equal(loaded, value)
 
 
 def test_a_parameter_that_requires_a_gradient_is_filled_in_place(saved: Path) -> None:
     tensors = [(key, torch.nn.Parameter(tensor), spec) for key, tensor, spec in logical.empty(Layout(), 0)]
-    load_checkpoint(saved, mesh=ONE, tensors=tensors)
+    load_checkpoint(saved, mesh=ONE, pieces=pieces_of(tensors))
     logical.assert_true([(key, tensor.detach(), spec) for key, tensor, spec in tensors])
 
 
 def test_weights_alone_load_without_the_optimizers_state(saved: Path) -> None:
     weights = [item for item in logical.empty(Layout(), 0) if item[0].startswith("model.")]
-    load_checkpoint(saved, mesh=ONE, tensors=weights)
+    load_checkpoint(saved, mesh=ONE, pieces=pieces_of(weights))
     logical.assert_true(weights)
 
 
 def test_a_weight_may_be_read_from_the_optimizers_copy_of_it(saved: Path) -> None:
     main = [item for item in logical.empty(Layout(), 0) if item[0].startswith("optimizer.main.")]
-    load_checkpoint(saved, mesh=ONE, tensors=main)
+    load_checkpoint(saved, mesh=ONE, pieces=pieces_of(main))
     logical.assert_true(main)
 
 
@@ -223,20 +216,20 @@ def test_optimizer_state_that_was_not_saved_is_named_with_the_flag_that_does_wit
     weights = [item for item in logical.filled(Layout(), 0) if item[0].startswith("model.")]
     path = logical.save(ONE, tmp_path, 1, weights)
     with pytest.raises(CheckpointError, match=r"lacks\n  optimizer\.exp_avg\.embedding\.weight(.|\n)*--no-load-optim"):
-        load_checkpoint(path, mesh=ONE, tensors=logical.empty(Layout(), 0))
+        load_checkpoint(path, mesh=ONE, pieces=pieces_of(logical.empty(Layout(), 0)))
 
 
 def test_a_key_that_the_checkpoint_lacks_is_named(saved: Path) -> None:
     more = [*logical.empty(Layout(), 0), entry("model.layers.4.norm.weight", torch.zeros(6))]
     with pytest.raises(CheckpointError, match=r"lacks\n  model\.layers\.4\.norm\.weight\n.*--num-layers 4"):
-        load_checkpoint(saved, mesh=ONE, tensors=more)
+        load_checkpoint(saved, mesh=ONE, pieces=pieces_of(more))
 
 
 def test_parameters_that_nobody_wants_are_named_unless_asked(saved: Path) -> None:
     fewer = [item for item in logical.empty(Layout(), 0) if ".layers.3." not in item[0]]
     with pytest.raises(CheckpointError, match=r"this network lacks:\n  layers\.3\.fc1\.weight(.|\n)*--num-layers 4"):
-        load_checkpoint(saved, mesh=ONE, tensors=fewer)
-    load_checkpoint(saved, mesh=ONE, tensors=fewer, strict=False)
+        load_checkpoint(saved, mesh=ONE, pieces=pieces_of(fewer))
+    load_checkpoint(saved, mesh=ONE, pieces=pieces_of(fewer), strict=False)
     logical.assert_true(fewer)
 
 
@@ -245,7 +238,7 @@ def test_another_shape_is_refused_with_both_shapes_and_the_likely_flag(saved: Pa
     wrong = entry("model.layers.0.norm.weight", torch.zeros(8))
     message = r"model\.layers\.0\.norm\.weight: \(6,\) in the checkpoint, \(8,\) here(.|\n)*cause.*--hidden-size 6"
     with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(saved, mesh=ONE, tensors=[*tensors, wrong])
+        load_checkpoint(saved, mesh=ONE, pieces=pieces_of([*tensors, wrong]))
 
 
 def test_another_vocabulary_is_named_as_the_likely_cause(saved: Path) -> None:
@@ -253,12 +246,12 @@ def test_another_vocabulary_is_named_as_the_likely_cause(saved: Path) -> None:
     wrong = entry("model.embedding.weight", torch.zeros(140, logical.HIDDEN))
     message = r"\(131, 6\) in the checkpoint, \(140, 6\) here(.|\n)*cause: another tokenizer or --vocab-size"
     with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(saved, mesh=ONE, tensors=[*tensors, wrong])
+        load_checkpoint(saved, mesh=ONE, pieces=pieces_of([*tensors, wrong]))
 
 
 def test_long_lists_of_keys_are_cut_short(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="and 10 more"):
-        load_checkpoint(saved, mesh=ONE, tensors=logical.empty(Layout(), 0)[:0])
+        load_checkpoint(saved, mesh=ONE, pieces=pieces_of(logical.empty(Layout(), 0)[:0]))
 
 
 def test_boxes_that_leave_a_gap_are_never_saved(tmp_path: Path) -> None:
@@ -274,7 +267,7 @@ def test_a_training_state_that_is_not_json_is_refused_before_anything_is_written
             tmp_path / "run",
             1,
             mesh=ONE,
-            tensors=[],
+            pieces=pieces_of([]),
             config=RunConfig(),
             training_state={"tensor": torch.ones(1)},
             retain=logical.KEEP_ALL,
@@ -296,7 +289,7 @@ def _lost_key(mesh: Mesh, directory: Path) -> str:
     if mesh.pp.rank == 1:
         tensors.append(entry("model.layers.9.norm.weight", torch.zeros(6)))
     with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(directory, mesh=mesh, tensors=tensors)
+        load_checkpoint(directory, mesh=mesh, pieces=pieces_of(tensors))
     return str(caught.value)
 
 
@@ -341,7 +334,7 @@ def _save_numbered(mesh: Mesh, root: Path) -> None:
 
 def _load_numbered(mesh: Mesh, directory: Path) -> dict[int, float]:
     tensors = _numbered(mesh, -1.0)
-    load_checkpoint(directory, mesh=mesh, tensors=tensors)
+    load_checkpoint(directory, mesh=mesh, pieces=pieces_of(tensors))
     return {int(key.split(".")[2]): tensor.mean().item() for key, tensor, _ in tensors}
 
 
@@ -351,5 +344,5 @@ def test_tensors_on_a_gpu_are_saved_and_filled(tmp_path: Path) -> None:
     on_gpu = [(key, tensor.cuda(), spec) for key, tensor, spec in logical.filled(Layout(), 0)]
     path = logical.save(mesh, tmp_path, 1, on_gpu)
     loaded = [(key, tensor.cuda(), spec) for key, tensor, spec in logical.empty(Layout(), 0)]
-    load_checkpoint(path, mesh=mesh, tensors=loaded)
+    load_checkpoint(path, mesh=mesh, pieces=pieces_of(loaded))
     logical.assert_true([(key, tensor.cpu(), spec) for key, tensor, spec in loaded])

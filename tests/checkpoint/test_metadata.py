@@ -19,6 +19,7 @@ from megalite.checkpoint.storage import find_checkpoint
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import single_process_mesh
 from tests.checkpoint import logical
+from tests.helpers import pieces_of
 
 ONE = single_process_mesh()
 
@@ -52,7 +53,7 @@ def test_a_pickle_that_calls_anything_is_refused_and_calls_nothing(function: Any
     with pytest.raises(CheckpointError, match=rf"\.metadata is not .*it refers to .*{function.__name__}"):
         read_index(saved)
     with pytest.raises(CheckpointError, match="it refers to"):
-        load_checkpoint(saved, mesh=ONE, tensors=logical.empty(Layout(), 0))
+        load_checkpoint(saved, mesh=ONE, pieces=pieces_of(logical.empty(Layout(), 0)))
     with pytest.raises(CheckpointError, match="it refers to"):
         find_checkpoint(saved.parent)
     assert not marker.exists()
@@ -114,7 +115,7 @@ def test_an_index_that_contradicts_itself_is_refused(change: Callable[[Metadata]
 def test_a_dropped_key_is_an_error_that_names_it(saved: Path) -> None:
     edit(saved, lambda metadata: metadata.state_dict_metadata.pop("model.layers.2.fc1.weight"))
     with pytest.raises(CheckpointError, match=r"lacks\n  model\.layers\.2\.fc1\.weight"):
-        load_checkpoint(saved, mesh=ONE, tensors=logical.empty(Layout(), 0))
+        load_checkpoint(saved, mesh=ONE, pieces=pieces_of(logical.empty(Layout(), 0)))
 
 
 def test_a_dropped_chunk_is_an_error_that_names_the_key(tmp_path: Path) -> None:
@@ -122,4 +123,4 @@ def test_a_dropped_chunk_is_an_error_that_names_the_key(tmp_path: Path) -> None:
     key = "model.layers.2.fc1.weight"
     edit(tmp_path / "shards", lambda metadata: metadata.state_dict_metadata[key].chunks.pop())  # type: ignore[union-attr]
     with pytest.raises(CheckpointError, match=r"only parts of\n  model\.layers\.2\.fc1\.weight"):
-        load_checkpoint(tmp_path / "shards", mesh=ONE, tensors=logical.empty(Layout(), 0))
+        load_checkpoint(tmp_path / "shards", mesh=ONE, pieces=pieces_of(logical.empty(Layout(), 0)))

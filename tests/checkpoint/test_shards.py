@@ -12,13 +12,13 @@ import torch
 
 from megalite.checkpoint.checkpoint import load_checkpoint
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.planner import NamedTensor
 from megalite.checkpoint.storage import TRACKER, find_checkpoint
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.param_spec import ParamSpec, Place, cut
 from megalite.distributed.pool import ProcessPool
 from tests.checkpoint import logical
+from tests.helpers import NamedTensor, pieces_of
 
 ONE = single_process_mesh()
 
@@ -30,7 +30,7 @@ def saved(tmp_path: Path) -> Path:
 
 def message_of_load(directory: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(directory, mesh=ONE, tensors=logical.empty(Layout(), 0))
+        load_checkpoint(directory, mesh=ONE, pieces=pieces_of(logical.empty(Layout(), 0)))
     return str(caught.value)
 
 
@@ -121,13 +121,13 @@ def test_one_ranks_full_disk_is_every_ranks_same_error(tmp_path: Path, pool: Pro
     assert (tmp_path / TRACKER).read_text() == "1"
     tensor = torch.zeros(4, 25_000)
     spec = ParamSpec((4, 25_000), (4, 25_000), cut((4, 25_000), 0, Place(Layout(), 0)))
-    load_checkpoint(tmp_path / "iter_0000001", mesh=ONE, tensors=[("model.w", tensor, spec)])
+    load_checkpoint(tmp_path / "iter_0000001", mesh=ONE, pieces=pieces_of([("model.w", tensor, spec)]))
     assert torch.equal(tensor, torch.arange(4.0)[:, None].expand(4, 25_000))
 
 
 def _load_damaged(mesh: Mesh, directory: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(directory, mesh=mesh, tensors=_large(mesh))
+        load_checkpoint(directory, mesh=mesh, pieces=pieces_of(_large(mesh)))
     return str(caught.value)
 
 

@@ -12,7 +12,7 @@ from megalite.distributed.mesh import single_process_mesh
 from megalite.models.gpt import GPTStage
 from megalite.nn.module import named_specs
 from megalite.precision.policy import Precision
-from tests.helpers import tiny_model
+from tests.helpers import pieces_of, tiny_model
 
 NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=130)  # 131 ids with its EOD, 130
 
@@ -38,5 +38,5 @@ def save_tiny(
     tensors += [(f"optimizer.exp_avg.{name}", tensor.to(policy.wide), spec) for name, tensor, spec in weights]
     state: dict[str, Any] = {"training": {"iteration": iteration}}
     kwargs: dict[str, Any] = {"config": config, "training_state": state, "retain": Retention()}
-    save_checkpoint(root, iteration, mesh=mesh, tensors=tensors, **kwargs)
+    save_checkpoint(root, iteration, mesh=mesh, pieces=pieces_of(tensors), **kwargs)
     return model

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megalite.checkpoint.huggingface.files import Stored
+from megalite.checkpoint.huggingface.registry import ARCHITECTURES
+from megalite.checkpoint.huggingface.weights import LogicalWeights
 from megalite.models.gpt import GPTStage
 from megalite.nn.module import named_specs
 
@@ -46,35 +49,26 @@ def gpt2(**overrides: Any) -> nn.Module:
     return model.eval()
 
 
-def gpt2_values(model: nn.Module) -> dict[str, Tensor]:
-    """Its weights under megalite's names. transformers' Conv1D holds [in, out], and c_attn's outputs are all queries,
-    all keys, all values."""
-    state = model.state_dict()
-    values = {
-        "embedding.word_embeddings.weight": state["transformer.wte.weight"],
-        "embedding.position_embeddings.weight": state["transformer.wpe.weight"],
-        "decoder.final_layernorm.weight": state["transformer.ln_f.weight"],
-        "decoder.final_layernorm.bias": state["transformer.ln_f.bias"],
-    }
-    names = {
-        "input_layernorm": "ln_1",
-        "self_attention.linear_proj": "attn.c_proj",
-        "pre_mlp_layernorm": "ln_2",
-        "mlp.linear_fc1": "mlp.c_fc",
-        "mlp.linear_fc2": "mlp.c_proj",
-    }
-    for layer in range(LAYERS):
-        here, there = f"decoder.layers.{layer}", f"transformer.h.{layer}"
-        for ours, theirs in names.items():
-            weight = state[f"{there}.{theirs}.weight"]
-            values[f"{here}.{ours}.weight"] = weight if "norm" in ours else weight.t()
-            values[f"{here}.{ours}.bias"] = state[f"{there}.{theirs}.bias"]
-        qkv = state[f"{there}.attn.c_attn.weight"].t().reshape(3, HEADS, -1, HIDDEN)
-        values[f"{here}.self_attention.linear_qkv.weight"] = qkv.transpose(0, 1)
-        values[f"{here}.self_attention.linear_qkv.bias"] = (
-            state[f"{there}.attn.c_attn.bias"].reshape(3, HEADS, -1).transpose(0, 1)
-        )
-    return values
+class StateDict:
+    """A model's weights as `Tensors` to read from."""
+
+    def __init__(self, model: nn.Module):
+        self.tensors = model.state_dict()
+
+    @property
+    def stored(self) -> dict[str, Stored]:
+        return {name: Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        return self.tensors[name][slices]
+
+
+def values(model: nn.Module, ours: GPTStage) -> dict[str, Tensor]:
+    """The weights of transformers' `model` under the names of `ours`, whole."""
+    architecture = ARCHITECTURES[model.config.model_type]
+    shapes = {name: spec.shape for name, _, spec in named_specs(ours)}
+    weights = LogicalWeights(architecture, StateDict(model), shapes, model.config.model_type)
+    return {name: weights.read_whole(name) for name in shapes}
 
 
 def llama_like(kind: str, **overrides: Any) -> nn.Module:
@@ -96,47 +90,6 @@ def llama_like(kind: str, **overrides: Any) -> nn.Module:
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     randomize(model)
     return model.eval()
-
-
-def llama_values(model: nn.Module, groups: int) -> dict[str, Tensor]:
-    """Its weights under megalite's names; heads are gathered by group as queries, key, value."""
-    state = model.state_dict()
-    values = {
-        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": state["model.norm.weight"],
-    }
-    if not model.config.tie_word_embeddings:
-        values["output_layer.weight"] = state["lm_head.weight"]
-    for layer in range(LAYERS):
-        here, there = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        values[f"{here}.input_layernorm.weight"] = state[f"{there}.input_layernorm.weight"]
-        values[f"{here}.pre_mlp_layernorm.weight"] = state[f"{there}.post_attention_layernorm.weight"]
-        values[f"{here}.mlp.linear_fc2.weight"] = state[f"{there}.mlp.down_proj.weight"]
-        values[f"{here}.mlp.linear_fc1.weight"] = _gate_and_up(state, f"{there}.mlp")
-        values[f"{here}.self_attention.linear_proj.weight"] = state[f"{there}.self_attn.o_proj.weight"]
-        for part in ("weight", "bias"):
-            if f"{there}.self_attn.q_proj.{part}" in state:
-                pieces = [state[f"{there}.self_attn.{name}_proj.{part}"] for name in "qkv"]
-                values[f"{here}.self_attention.linear_qkv.{part}"] = _by_group(pieces, groups)
-        for name in ("q", "k"):
-            if f"{there}.self_attn.{name}_norm.weight" in state:
-                values[f"{here}.self_attention.{name}_layernorm.weight"] = state[
-                    f"{there}.self_attn.{name}_norm.weight"
-                ]
-    return values
-
-
-def _gate_and_up(state: dict[str, Tensor], prefix: str) -> Tensor:
-    if f"{prefix}.gate_up_proj.weight" in state:
-        return torch.stack(state[f"{prefix}.gate_up_proj.weight"].chunk(2))
-    return torch.stack((state[f"{prefix}.gate_proj.weight"], state[f"{prefix}.up_proj.weight"]))
-
-
-def _by_group(pieces: list[Tensor], groups: int) -> Tensor:
-    """Rows of q, k and v → [groups, queries + 2, head width, ...]."""
-    width = pieces[1].shape[0] // groups
-    split = [piece.reshape(groups, -1, width, *piece.shape[1:]) for piece in pieces]
-    return torch.cat(split, dim=1)
 
 
 def in_float64(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:

@@ -46,7 +46,7 @@ def test_gpt2(precision: Precision, backend: str, divisor: int) -> None:
     theirs = hf_models.gpt2().to(precision.compute)
     overrides = {**GPT2, "attention_backend": backend, "make_vocab_size_divisible_by": divisor}
     ours = tiny_model(single_process_mesh(), precision, **overrides)
-    hf_models.fill(ours, hf_models.gpt2_values(theirs))
+    hf_models.fill(ours, hf_models.values(theirs, ours))
     compare(ours, theirs, precision)
 
 
@@ -61,7 +61,7 @@ def test_gpt2(precision: Precision, backend: str, divisor: int) -> None:
 def test_gpt2_variants(overrides: dict[str, Any], fields: dict[str, Any]) -> None:
     theirs = hf_models.gpt2(**fields).double()
     ours = tiny_model(single_process_mesh(), FP64, **{**GPT2, **overrides})
-    hf_models.fill(ours, hf_models.gpt2_values(theirs))
+    hf_models.fill(ours, hf_models.values(theirs, ours))
     compare(ours, theirs, FP64)
 
 
@@ -70,16 +70,14 @@ def test_without_position_embeddings_it_is_gpt2_with_a_table_of_zeros() -> None:
     with torch.no_grad():
         theirs.transformer.wpe.weight.zero_()
     ours = tiny_model(single_process_mesh(), FP64, position_embedding_type="none", **GPT2)
-    values = hf_models.gpt2_values(theirs)
-    del values["embedding.position_embeddings.weight"]
-    hf_models.fill(ours, values)
+    hf_models.fill(ours, hf_models.values(theirs, ours))
     compare(ours, theirs, FP64)
 
 
 def test_layernorm_1p_stores_the_weight_minus_one() -> None:
     theirs = hf_models.gpt2().double()
     ours = tiny_model(single_process_mesh(), FP64, apply_layernorm_1p=True, **GPT2)
-    values = hf_models.gpt2_values(theirs)
+    values = hf_models.values(theirs, ours)
     values = {k: v - 1 if "layernorm.weight" in k else v for k, v in values.items()}
     hf_models.fill(ours, values)
     compare(ours, theirs, FP64)
@@ -143,6 +141,5 @@ def test_the_llama_family(case: str, precision: Precision, monkeypatch: pytest.M
     if precision is FP64:
         theirs = hf_models.in_float64(theirs, monkeypatch)
     ours = tiny_model(single_process_mesh(), precision, **{**LLAMA, **overrides})
-    groups = {**LLAMA, **overrides}["num_query_groups"]
-    hf_models.fill(ours, hf_models.llama_values(theirs, groups))
+    hf_models.fill(ours, hf_models.values(theirs, ours))
     compare(ours, theirs, precision)

@@ -15,7 +15,7 @@ from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.param_spec import ParamSpec
 from megalite.distributed.pool import ProcessPool
-from megalite.models.gpt import plain_info
+from megalite.models.gpt import plain_info, units_of
 from megalite.nn.module import named_specs
 from megalite.optimizer.optimizer import Optimizer
 from tests.helpers import FP64, LLAMA, assemble_gradients, tiny_model, tiny_tokens
@@ -43,7 +43,7 @@ def loss_and_gradients(mesh: Mesh, overrides: dict[str, Any], main_grads: bool) 
     """The mean loss of three samples and this rank's gradients, from `.grad` or from the optimizer's main gradients."""
     model = tiny_model(mesh, FP64, init_method_std=0.1, **overrides)
     if main_grads:
-        Optimizer(named_specs(model), mesh, FP64, OptimizerConfig())
+        Optimizer(units_of([model]), mesh, FP64, OptimizerConfig()).begin_step(1)
     text = tiny_tokens(3, 24)
     tokens, labels = text[:, :-1], text[:, 1:]
     info = replace(plain_info(tokens), dropout_keys=random.fold(7, torch.arange(3)))
@@ -51,7 +51,7 @@ def loss_and_gradients(mesh: Mesh, overrides: dict[str, Any], main_grads: bool) 
     loss.backward()
     gradients: Gradients = {}
     for name, parameter, spec in named_specs(model):
-        gradient = parameter.main_grad if main_grads else parameter.grad  # type: ignore[attr-defined]
+        gradient = parameter.gradient_sink.target() if main_grads else parameter.grad  # type: ignore[attr-defined]
         gradients[name] = (spec, gradient.clone())
     return loss.item(), gradients
 

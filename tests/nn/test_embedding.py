@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megalite.nn.embedding import PositionEmbedding, VocabularyParallelEmbedding, lookup, padded_vocabulary
 from megalite.nn.module import initialize
-from tests.helpers import BF16, tiny_build
+from tests.helpers import BF16, FixedSink, tiny_build
 
 
 def test_without_a_main_gradient_it_is_torchs_embedding() -> None:
@@ -25,22 +25,22 @@ def test_without_a_main_gradient_it_is_torchs_embedding() -> None:
 
 def test_the_main_gradient_gets_the_sum_over_backwards_and_grad_stays_empty() -> None:
     table = torch.nn.Parameter(torch.randn(7, 3, dtype=torch.float64))
-    table.main_grad = torch.zeros(7, 3, dtype=torch.float64)  # type: ignore[attr-defined]
+    table.gradient_sink = FixedSink(torch.zeros(7, 3, dtype=torch.float64))  # type: ignore[attr-defined]
     plain = table.detach().clone().requires_grad_()
     for _ in range(3):
         ids, cotangent = torch.randint(7, (4, 2)), torch.randn(4, 2, 3, dtype=torch.float64)
         lookup(table, ids).backward(cotangent)
         F.embedding(ids, plain).backward(cotangent)
     assert table.grad is None
-    assert torch.allclose(table.main_grad, plain.grad, atol=1e-14)
+    assert torch.allclose(table.gradient_sink.target(), plain.grad, atol=1e-14)
 
 
 def test_a_frequent_tokens_half_precision_gradient_is_summed_in_fp32() -> None:
     """In bf16 the sum of ones stops at 256."""
     table = torch.nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))
-    table.main_grad = torch.zeros(3, 2)  # type: ignore[attr-defined]
+    table.gradient_sink = FixedSink(torch.zeros(3, 2))  # type: ignore[attr-defined]
     lookup(table, torch.ones(1000, dtype=torch.int64)).sum().backward()
-    assert torch.equal(table.main_grad, torch.tensor([[0.0, 0], [1000, 1000], [0, 0]]))
+    assert torch.equal(table.gradient_sink.target(), torch.tensor([[0.0, 0], [1000, 1000], [0, 0]]))
 
 
 @pytest.mark.parametrize(

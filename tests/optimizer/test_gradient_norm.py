@@ -14,7 +14,7 @@ from megalite.distributed import random
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pool import ProcessPool
-from megalite.models.gpt import GPTStage
+from megalite.models.gpt import GPTStage, units_of
 from megalite.models.stages import StageSpan
 from megalite.nn.module import named_specs
 from megalite.optimizer.gradient_norm import combine
@@ -25,7 +25,7 @@ from tests.helpers import FP64, LLAMA, tiny_model
 def set_gradients(model: GPTStage) -> None:
     """Every logical gradient a function of name and place; what lies outside the boxes (padding) is huge."""
     for name, parameter, spec in named_specs(model):
-        gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        gradient: Tensor = parameter.gradient_sink.target()  # type: ignore[attr-defined]
         gradient.fill_(1e6)
         for box in spec.boxes:
             target = gradient[box.local_slices]
@@ -41,7 +41,7 @@ def measures(mesh: Mesh, overrides: dict[str, Any], spans: list[StageSpan] | Non
     """Global norm, norms by name, parameter norm, zeros."""
     span = None if spans is None else spans[mesh.coordinates["pp"]]
     model = tiny_model(mesh, FP64, span=span, **overrides)
-    optimizer = Optimizer(named_specs(model), mesh, FP64, OptimizerConfig())
+    optimizer = Optimizer(units_of([model]), mesh, FP64, OptimizerConfig())
     set_gradients(model)
     norm = optimizer.measure(loss_scale=2.0).grad_norm
     return norm, optimizer.gradient_norms(2.0), optimizer.parameter_norm(), optimizer.count_zeros()
@@ -103,10 +103,10 @@ def test_a_table_tied_over_stages_counts_once(pool: ProcessPool, tied: bool, tp:
 
 def _norm_with_nan_on_one_rank(mesh: Mesh, value: float) -> tuple[float, bool]:
     model = tiny_model(mesh, FP64, untie_embeddings_and_output_weights=True)
-    optimizer = Optimizer(named_specs(model), mesh, FP64, OptimizerConfig())
+    optimizer = Optimizer(units_of([model]), mesh, FP64, OptimizerConfig())
     if mesh.rank == mesh.layout.world_size - 1:
-        model.decoder.final_layernorm.weight.main_grad[3] = value  # type: ignore[union-attr]
-        model.decoder.layers["0"].mlp.linear_fc1.weight.main_grad[0, 0] = value  # type: ignore[union-attr]
+        model.decoder.final_layernorm.weight.gradient_sink.target()[3] = value  # type: ignore[union-attr]
+        model.decoder.layers["0"].mlp.linear_fc1.weight.gradient_sink.target()[0, 0] = value  # type: ignore[union-attr]
     optimizer.reduce_gradients()
     result = optimizer.measure(1.0)
     return result.grad_norm, result.finite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pool import ProcessPool
-from megalite.models.gpt import GPTStage, plain_info
+from megalite.models.gpt import GPTStage, plain_info, units_of
 from megalite.nn.module import named_specs
 from megalite.optimizer.optimizer import Optimizer
 from megalite.precision.policy import Precision
@@ -28,7 +29,7 @@ STEPS = [(1e-3, 5e-4, 0.1), (2e-3, 1e-3, 0.1), (1e-3, 1e-4, 0.05), (0.0, 1e-3, 0
 
 
 def optimizer_of(model: GPTStage, precision: Precision = FP64, mesh: Mesh = MESH, **fields: Any) -> Optimizer:
-    return Optimizer(named_specs(model), mesh, precision, OptimizerConfig(**fields))
+    return Optimizer(units_of([model]), mesh, precision, OptimizerConfig(**fields))
 
 
 def draw_gradients(model: GPTStage, step: int, scale: float = 1.0) -> dict[str, Tensor]:
@@ -37,7 +38,7 @@ def draw_gradients(model: GPTStage, step: int, scale: float = 1.0) -> dict[str, 
     for name, parameter, spec in named_specs(model):
         gradient = torch.zeros(spec.local_shape, dtype=torch.float64)
         random.fill_normal(gradient, random.fold(step, name), 1.0, spec.shape, (0,) * len(spec.shape))
-        parameter.main_grad.copy_(gradient * scale)  # type: ignore[attr-defined]
+        parameter.gradient_sink.target().copy_(gradient * scale)  # type: ignore[attr-defined]
         gradients[name] = gradient
     return gradients
 
@@ -116,7 +117,7 @@ def test_outside_fp64_the_norm_is_rounded_once_to_fp32() -> None:
     optimizer = optimizer_of(model, FP32)
     draw_gradients(model, 0)
     norm = optimizer.measure(1.0).grad_norm
-    exact = sum(p.main_grad.double().square().sum() for _, p, _ in named_specs(model)) ** 0.5  # type: ignore[attr-defined]
+    exact = sum(p.gradient_sink.target().double().square().sum() for _, p, _ in named_specs(model)) ** 0.5  # type: ignore[attr-defined]
     assert norm == exact.to(torch.float32).item()
 
 
@@ -128,12 +129,12 @@ def test_updates_too_small_for_half_precision_add_up_in_the_main_parameters(prec
     weight = model.decoder.final_layernorm.weight  # type: ignore[union-attr]
     unit = torch.finfo(precision.compute).eps / 2
     for step in range(20):
-        optimizer.zero_grad()
-        weight.main_grad.fill_(1.0)  # type: ignore[union-attr]
+        optimizer.begin_step(1)
+        weight.gradient_sink.target().fill_(1.0)  # type: ignore[union-attr]
         take_step(optimizer, (unit / 21, 0.0, 0.0))
         assert (weight == 1.0).all() == (step < 10)
-    for buffer in optimizer.buffers:
-        assert torch.equal(buffer.params, buffer.main.to(precision.compute))
+    for segment in optimizer.updater.segments:
+        assert torch.equal(segment.parameters, segment.main.to(precision.compute))
 
 
 def test_weights_changed_from_outside_survive_a_step_with_rate_zero_once_the_main_parameters_know() -> None:
@@ -143,7 +144,7 @@ def test_weights_changed_from_outside_survive_a_step_with_rate_zero_once_the_mai
     with torch.no_grad():
         for (_, ours, _), (_, theirs, _) in zip(named_specs(model), named_specs(other), strict=True):
             ours.copy_(theirs)
-    optimizer.refresh_main()
+    optimizer.parameters_loaded(with_state=False)
     draw_gradients(model, 0)
     take_step(optimizer, (0.0, 0.0, 0.1))
     for (name, ours, _), (_, theirs, _) in zip(named_specs(model), named_specs(other), strict=True):
@@ -158,15 +159,16 @@ def test_restored_state_and_steps_continue_bit_by_bit(kind: str, precision: Prec
     for step in range(3):
         draw_gradients(straight, step)
         take_step(optimizer, STEPS[step])
-    state = {name: tensor.clone() for name, tensor, _ in optimizer.named_state()}
+    state = {name: piece.flat.clone() for name, piece in optimizer.named_state()}
     resumed = copy.deepcopy(tiny_model(MESH, precision, seed=9))
     with torch.no_grad():
         for (_, ours, _), (_, theirs, _) in zip(named_specs(resumed), named_specs(straight), strict=True):
             ours.copy_(theirs)
     second = optimizer_of(resumed, precision, optimizer=kind)
-    for name, tensor, _ in second.named_state():
-        tensor.copy_(state.pop(name))
+    for name, piece in second.named_state():
+        piece.flat.copy_(state.pop(name))
     assert not state
+    second.parameters_loaded(with_state=True)
     second.set_steps(optimizer.steps)
     assert second.steps == optimizer.steps == (3 if kind == "adam" else 0)
     for step in (3, 4):
@@ -179,21 +181,21 @@ def test_restored_state_and_steps_continue_bit_by_bit(kind: str, precision: Prec
 
 def test_state_exists_before_the_first_step() -> None:
     optimizer = optimizer_of(tiny_model(MESH, BF16), BF16)
-    kinds = {name.partition(".")[0] for name, _, _ in optimizer.named_state()}
+    kinds = {name.partition(".")[0] for name, _ in optimizer.named_state()}
     assert kinds == {"exp_avg", "exp_avg_sq", "main"}
     assert optimizer.steps == 0
-    for name, tensor, spec in optimizer.named_state():
-        assert tensor.shape == spec.local_shape
-        assert tensor.dtype == torch.float32
-        assert name.startswith("main") or (tensor == 0).all()
+    for name, piece in optimizer.named_state():
+        assert piece.flat.numel() == math.prod(piece.spec.local_shape)
+        assert piece.flat.dtype == torch.float32
+        assert name.startswith("main") or (piece.flat == 0).all()
 
 
 def test_zero_grad_clears_and_padding_never_moves() -> None:
     model = tiny_model(MESH, FP64, make_vocab_size_divisible_by=128)
     optimizer = optimizer_of(model)
     for seed in range(3):
-        optimizer.zero_grad()
-        assert all((buffer.grads == 0).all() for buffer in optimizer.buffers)
+        optimizer.begin_step(1)
+        assert all((bucket.held_grads == 0).all() for bucket in optimizer.buckets)
         train_on(model, tiny_tokens(2, 16, seed=seed), total=32)
         take_step(optimizer, STEPS[0])
     assert (model.output_weight[131:] == 0).all()
@@ -203,7 +205,7 @@ def test_a_rank_without_trainable_parameters_takes_part() -> None:
     model = tiny_model(MESH, FP64)
     model.requires_grad_(False)
     optimizer = optimizer_of(model)
-    optimizer.zero_grad()
+    optimizer.begin_step(1)
     optimizer.reduce_gradients()
     assert take_step(optimizer, STEPS[0]) == 0.0
     optimizer.set_steps(4)
@@ -229,7 +231,7 @@ def _train(mesh: Mesh, microbatch: int) -> tuple[list[float], dict[str, Tensor]]
     share = 8 // mesh.dp.size
     norms = []
     for step in range(3):
-        optimizer.zero_grad()
+        optimizer.begin_step(1)
         text = tiny_tokens(8, 16, seed=step)
         mine = range(mesh.dp.rank * share, (mesh.dp.rank + 1) * share, microbatch)
         total = sum(int(LENGTHS[at : at + microbatch].sum()) for at in mine)

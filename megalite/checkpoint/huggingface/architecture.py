@@ -1,0 +1,60 @@
+"""What there is to know of one Hugging Face architecture: its parameters' names, its configuration both ways.
+
+Key idea: the table is asked for the model's parameters, whose names and shapes come from the model itself. So a
+parameter that the table lacks, or a tensor that the model doesn't want, is found, and no shape is derived twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.fields import Fields
+from megalite.checkpoint.huggingface.parts import Part, Rule
+from megalite.config.schema import ModelConfig
+from megalite.distributed.param_spec import Shape
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`model_type` and `class_name` as in `config.json`. `prefix`: of tensor names, absent in files that hold the model
+    without its head. `names`: global name (`{n}`: a layer's number) to rule. `read`: from the fields of `config.json`
+    to those of a resolved `ModelConfig`; `write`: back. `buffers`: names of stored tensors that are no parameters, as
+    regular expressions."""
+
+    model_type: str
+    class_name: str
+    prefix: str
+    names: Mapping[str, Rule]
+    read: Callable[[Fields], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    buffers: tuple[str, ...] = ()
+
+    def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
+        """Where the parameter `name` of the logical `shape` lies in the files."""
+        match = _LAYER.match(name)
+        number = "" if match is None else match[1]
+        template = name if match is None else f"decoder.layers.{{n}}.{name[match.end() :]}"
+        if template not in self.names:
+            raise CheckpointError(f"{self.model_type} has no counterpart of the parameter {name}")
+        return tuple(replace(one, name=one.name.replace("{n}", number)) for one in self.names[template](shape))
+
+    def is_buffer(self, name: str) -> bool:
+        """Whether a stored tensor is no parameter."""
+        return any(re.fullmatch(pattern, name) for pattern in self.buffers)
+
+
+def attention_shape(heads: int, groups: int | None, width: int) -> dict[str, Any]:
+    """The fields of `ModelConfig` that say how many heads of which width there are."""
+    groups = heads if groups is None else groups
+    return {
+        "num_attention_heads": heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups,
+        "kv_channels": width,
+    }

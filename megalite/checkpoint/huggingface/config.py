@@ -1,0 +1,135 @@
+"""`config.json` to a `ModelConfig` and back.
+
+Key idea: what is written is read back and must give the same network. So no list says which networks can be expressed;
+where none of the architectures can, the message names the settings that were lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.architecture import Architecture
+from megalite.checkpoint.huggingface.fields import Fields
+from megalite.checkpoint.huggingface.registry import ARCHITECTURES
+from megalite.checkpoint.storage import CONFIG_FILE, read_json
+from megalite.config.fields import all_fields
+from megalite.config.schema import ModelConfig
+from megalite.nn.attention_backend import bounded_window
+
+# Fields of ModelConfig that don't decide what the network computes in evaluation.
+_INERT = {
+    "preset",
+    "make_vocab_size_divisible_by",
+    "attention_backend",
+    "init_method_std",
+    "hidden_dropout",
+    "attention_dropout",
+    "attention_softmax_in_fp32",
+    "label_smoothing",
+    "group_query_attention",  # the number of groups says it
+}
+_ROTARY = {
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor",
+}
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """What a folder's `config.json` describes: `model` is resolved, `vocab_size` counts the embedding's rows."""
+
+    architecture: Architecture
+    model: ModelConfig
+    vocab_size: int
+
+
+def read_huggingface_config(directory: str | Path) -> HuggingFaceModel:
+    """The network of a Hugging Face folder. A `CheckpointError` names what is missing, unknown or unsupported."""
+    path = Path(directory, CONFIG_FILE)
+    return parse_config(read_json(path), str(path))
+
+
+def parse_config(values: Mapping[str, Any], where: str) -> HuggingFaceModel:
+    """As `read_huggingface_config`, from the file's object; `where` names it."""
+    kind = values.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise CheckpointError(f"{where}: model_type {kind!r} is not supported; there are {', '.join(ARCHITECTURES)}")
+    architecture, fields = ARCHITECTURES[kind], Fields(values, where)
+    vocab_size = fields.take("vocab_size", int)
+    model = ModelConfig(**architecture.read(fields))
+    fields.finish()
+    return HuggingFaceModel(architecture, model, vocab_size)
+
+
+def essence(model: ModelConfig) -> dict[str, Any]:
+    """The settings that decide what the network computes, so that equal networks have equal ones."""
+    result = {name: value for name, value in dataclasses.asdict(model).items() if name not in _INERT}
+    result["window_size"] = bounded_window(model)
+    result["add_qkv_bias"] = model.add_qkv_bias or model.add_bias_linear
+    if model.position_embedding_type != "rope":
+        result = {name: value for name, value in result.items() if name not in _ROTARY}
+    elif not model.use_rope_scaling:
+        del result["rope_scaling_factor"]
+    return result
+
+
+def describe_network(
+    model: ModelConfig, vocab_size: int, source: Mapping[str, Any] | None = None
+) -> tuple[Architecture, dict[str, Any]]:
+    """An architecture that can express a resolved `model`, and its `config.json`.
+
+    `source`: the `config.json` that the model came from, if it did. It is kept as it is where it describes this very
+    network. A `CheckpointError` names the settings that no architecture has.
+    """
+    there = None if source is None else _read_back(source)
+    same = there is not None and (there.vocab_size, essence(there.model)) == (vocab_size, essence(model))
+    if source is not None and there is not None and same:
+        return there.architecture, dict(source)
+    lost: dict[str, list[str]] = {}
+    for architecture in ARCHITECTURES.values():
+        values = {
+            "architectures": [architecture.class_name],
+            "model_type": architecture.model_type,
+            "vocab_size": vocab_size,
+            **architecture.write(model),
+        }
+        back = _read_back(values)
+        if back is None:  # it has a field for this, but not for such a value
+            continue
+        lost[architecture.model_type] = _differences(model, back.model)
+        if not lost[architecture.model_type]:
+            return architecture, values
+    closest = min(lost, key=lambda kind: len(lost[kind]))
+    raise CheckpointError(
+        f"no Hugging Face architecture known here has this network; the closest, {closest}, can't express "
+        f"{', '.join(lost[closest])}"
+    )
+
+
+def _read_back(values: Mapping[str, Any]) -> HuggingFaceModel | None:
+    """What these values describe; None where that isn't supported."""
+    try:
+        return parse_config(values, "")
+    except CheckpointError:
+        return None
+
+
+def _differences(model: ModelConfig, other: ModelConfig) -> list[str]:
+    """The settings of `model` that `other` doesn't have, as flags."""
+    mine, theirs = essence(model), essence(other)
+    fields = all_fields()
+    missing = object()
+    return [
+        fields[f"model.{name}"].show(getattr(model, name))
+        for name, value in mine.items()
+        if theirs.get(name, missing) != value
+    ]

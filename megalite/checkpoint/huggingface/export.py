@@ -1,0 +1,167 @@
+"""From a checkpoint of any layout to a Hugging Face folder, in one process.
+
+Key idea: the files are planned from the checkpoint's index, which knows every shape and format; then one logical
+parameter after the other is read and taken apart. Memory holds one parameter and one file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megalite.checkpoint.checkpoint import read_config
+from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.huggingface.architecture import Architecture
+from megalite.checkpoint.huggingface.config import describe_network
+from megalite.checkpoint.huggingface.files import INDEX_FILE, SINGLE_FILE
+from megalite.checkpoint.huggingface.parts import Part
+from megalite.checkpoint.huggingface.travel import copy_small_files, copy_tokenizer, origin
+from megalite.checkpoint.huggingface.weights import EMBEDDING
+from megalite.checkpoint.metadata import Index, TensorInfo, check_files, read_index
+from megalite.checkpoint.planner import plan_reads
+from megalite.checkpoint.shards import read_shards
+from megalite.checkpoint.storage import CONFIG_FILE, CheckpointDirectory, read_json
+from megalite.config.errors import UserError
+from megalite.config.schema import RunConfig
+from megalite.data.tokenizers import build_tokenizer
+from megalite.distributed.param_spec import Box, ParamSpec
+from megalite.distributed.pieces import whole
+
+SHARD_BYTES = 4 * 10**9
+_PREFIX = "model."
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A tensor of the folder: a part of the logical parameter `parent`."""
+
+    parent: str
+    part: Part
+    nbytes: int
+
+
+def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
+    """Write the Hugging Face folder `target`, which must not exist or be empty; notes for the user.
+
+    Weights keep the checkpoint's number format, bit for bit; vocabulary padding isn't in it. `shard_bytes`: largest
+    file, where no tensor is larger. `config.json`, tokenizer and templates come from the folder that the model
+    descends from, where that is known. Raises a `CheckpointError`, and nothing of the attempt stays.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"--hf {target} exists and is no empty folder: choose a new one")
+    index = read_index(source)
+    check_files(source, index.files)
+    tensors = {key.removeprefix(_PREFIX): info for key, info in index.tensors().items() if key.startswith(_PREFIX)}
+    if EMBEDDING not in tensors:
+        raise CheckpointError(f"{source.path} holds no {_PREFIX}{EMBEDDING}: it is no checkpoint of a GPT")
+    config = read_config(source)
+    known = origin(source.path.parent, config.tokenizer)
+    architecture, values = _config_json(config, tensors[EMBEDDING], known)
+    plan = list(_plan(architecture, tensors))
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        _write_tensors(source.path, index, _files(plan, shard_bytes), temporary)
+        notes = _write_small_files(config, values, known, temporary)
+        mode = (temporary / CONFIG_FILE).stat().st_mode  # safetensors lets only the owner read
+        for file in temporary.glob("*.safetensors"):
+            file.chmod(mode)
+        if target.exists():
+            target.rmdir()
+        os.rename(temporary, target)
+    except OSError as error:
+        raise CheckpointError(f"{target} was not written: {reason(error)}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return notes
+
+
+def _config_json(config: RunConfig, table: TensorInfo, known: Path | None) -> tuple[Architecture, dict[str, Any]]:
+    source = None if known is None else read_json(known / CONFIG_FILE)
+    architecture, values = describe_network(config.model, table.shape[0], source)
+    if source is None:
+        values |= _token_ids(config)
+    else:
+        values |= {name: value for name, value in source.items() if name.endswith("_token_id")}
+    name = "torch_dtype" if "torch_dtype" in values else "dtype"
+    return architecture, values | {name: str(table.dtype).removeprefix("torch.")}
+
+
+def _token_ids(config: RunConfig) -> dict[str, int | None]:
+    """Of the run's tokenizer. None is written too: without it an architecture's own default would hold."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    try:
+        tokenizer = build_tokenizer(config.tokenizer)
+    except UserError:  # its files are elsewhere by now, which the notes say
+        return dict.fromkeys(names)
+    return dict(zip(names, (tokenizer.bos, tokenizer.eod, tokenizer.pad), strict=True))
+
+
+def _plan(architecture: Architecture, tensors: dict[str, TensorInfo]) -> Iterator[_Planned]:
+    """Every tensor of the folder, those of one parameter behind each other."""
+    for name, info in tensors.items():
+        for part in architecture.parts(name, info.shape):
+            count = torch.Size(part.shape).numel()
+            yield _Planned(name, part, count * info.dtype.itemsize)
+
+
+def _files(plan: list[_Planned], limit: int) -> dict[str, list[_Planned]]:
+    """The tensors of each file, none above `limit` bytes but for a single larger tensor."""
+    groups: list[list[_Planned]] = [[]]
+    size = 0
+    for one in plan:
+        if groups[-1] and size + one.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(one)
+        size += one.nbytes
+    if len(groups) == 1:
+        return {SINGLE_FILE: groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, start=1)}
+
+
+def _write_tensors(checkpoint: Path, index: Index, files: dict[str, list[_Planned]], target: Path) -> None:
+    parent, logical = "", torch.empty(0)
+    for file, group in files.items():
+        content: dict[str, Tensor] = {}
+        for one in group:
+            if one.parent != parent:
+                parent, logical = one.parent, _read_logical(checkpoint, index, f"{_PREFIX}{one.parent}")
+            content[one.part.name] = one.part.extract(logical)
+        save_file(content, target / file, metadata={"format": "pt"})
+    if len(files) > 1:
+        total = sum(one.nbytes for group in files.values() for one in group)
+        places = {one.part.name: file for file, group in files.items() for one in group}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}, indent=2)
+        (target / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def _read_logical(checkpoint: Path, index: Index, key: str) -> Tensor:
+    """A whole stored tensor, in its own number format."""
+    info = index.tensors()[key]
+    zeros = (0,) * len(info.shape)
+    box = Box(zeros, zeros, info.shape, copies=(0,), owner=0)
+    tensor = torch.empty(info.shape, dtype=info.dtype)
+    plan = plan_reads([whole(key, tensor, ParamSpec(info.shape, info.shape, (box,)))], index)
+    if plan.gaps:
+        raise CheckpointError(f"{checkpoint} holds only parts of {key}")
+    read_shards(checkpoint, plan.reads)
+    return tensor
+
+
+def _write_small_files(config: RunConfig, values: dict[str, Any], known: Path | None, target: Path) -> list[str]:
+    (target / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    copied = copy_tokenizer(config.tokenizer, target) if known is None else copy_small_files(known, target)
+    if copied:
+        return [f"beside the weights: {', '.join([CONFIG_FILE, *copied])}"]
+    kind = config.tokenizer.tokenizer_type
+    return [f"no tokenizer beside the weights: {kind} has no files of Hugging Face's, or they were not found"]

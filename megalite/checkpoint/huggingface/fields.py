@@ -1,0 +1,106 @@
+"""The fields of a `config.json`, read so that none is dropped without a word.
+
+Key idea: each field is taken by who knows what it means. What nobody took must be on the list of fields that don't
+matter to the network, or have the one value with which it doesn't; anything else is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+from megalite.checkpoint.errors import CheckpointError
+
+REQUIRED: Any = object()
+
+# Who wrote the file and how a program calls the model.
+_BOOKKEEPING = """
+    _attn_implementation_autoset _commit_hash _model_name_or_path _name_or_path architectures attn_implementation
+    dtype is_llama_config keys_to_ignore_at_inference model_type name_or_path output_attentions output_hidden_states
+    output_scores pretraining_tp return_dict return_dict_in_generate tf_legacy_loss tie_last_hidden_states torch_dtype
+    torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
+"""
+# Token ids belong to the tokenizer, labels to heads that a language model hasn't.
+_TOKENS_AND_TASKS = """
+    _num_labels bos_token_id classifier_dropout decoder_start_token_id eos_token_id finetuning_task
+    forced_bos_token_id forced_eos_token_id id2label label2id num_labels pad_token_id prefix problem_type
+    sep_token_id task_specific_params tokenizer_class unk_token_id
+"""
+_GENERATION = """
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences remove_invalid_values repetition_penalty suppress_tokens temperature top_k top_p typical_p
+"""
+IRRELEVANT = frozenset((_BOOKKEEPING + _TOKENS_AND_TASKS + _GENERATION).split())
+"""Fields that don't decide what the network computes."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "chunk_size_feed_forward": (0,),
+    "cross_attention_hidden_size": (None,),
+    "is_decoder": (False, True),
+    "is_encoder_decoder": (False,),
+    "per_layer_config": (None,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+    "rope_interleaved": (False,),
+    "sliding_window": (None,),
+    "tie_encoder_decoder": (False,),
+}
+"""Fields that don't matter with these values."""
+
+
+class Fields:
+    """The fields of one file. `where`: its name, for messages."""
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.values, self.where = dict(values), where
+
+    def take(self, name: str, kind: type, default: Any = REQUIRED, *, nullable: bool = False) -> Any:
+        """The value of a field, which then counts as understood; `default` where it is absent.
+
+        null is returned as None where it means something (`nullable`), else it is as if absent. A `CheckpointError`
+        names a field that is missing or of another type.
+        """
+        absent = name not in self.values
+        value = self.values.pop(name, None)
+        if value is None and not absent and nullable:
+            return None
+        if value is None:
+            if default is REQUIRED:
+                raise CheckpointError(f"{self.where} lacks {name}")
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            self.refuse(name, value, f"it must be of type {kind.__name__}")
+        return value
+
+    def choose(self, name: str, allowed: Collection[Any], default: Any) -> Any:
+        """As `take`, for a field of which only the values `allowed` are supported."""
+        value = self.values.pop(name, default)
+        if value not in allowed:
+            self.refuse(name, value, f"supported: {', '.join(repr(one) for one in allowed)}")
+        return value
+
+    def drop(self, *names: str) -> None:
+        """These don't matter to this architecture."""
+        for name in names:
+            self.values.pop(name, None)
+
+    def refuse(self, name: str, value: Any, why: str) -> NoReturn:
+        """Raise for a value that can't be honoured."""
+        raise CheckpointError(f"{self.where}: {name} {value!r} is not supported: {why}")
+
+    def finish(self) -> None:
+        """Raise a `CheckpointError` that names every field that nobody took and that may matter."""
+        if "auto_map" in self.values:
+            raise CheckpointError(f"{self.where}: auto_map: the model brings code of its own, which is not run here")
+        left = {name: value for name, value in self.values.items() if name not in IRRELEVANT}
+        left = {name: value for name, value in left.items() if value not in NEUTRAL.get(name, ())}
+        if left:
+            listed = ", ".join(f"{name} {str(value)[:60]}" for name, value in sorted(left.items()))
+            raise CheckpointError(
+                f"{self.where} has fields that are not understood: {listed}. The network may depend on them; "
+                "delete from config.json only what surely doesn't matter"
+            )

@@ -1,0 +1,127 @@
+"""The tensors of a folder's safetensors files, one file or several with an index.
+
+Key idea: opening reads the headers alone; a tensor, or a part of it, is read when it is asked for. So what a rank
+doesn't hold it never reads, and what is missing is known before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.storage import read_json
+from megalite.distributed.param_spec import Shape
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Stored(NamedTuple):
+    """A stored tensor. `dtype` is None for a number format that isn't a plain floating-point one."""
+
+    shape: Shape
+    dtype: torch.dtype | None
+
+
+class Tensors(Protocol):
+    """Named tensors that can be read in parts."""
+
+    @property
+    def stored(self) -> Mapping[str, Stored]:
+        """Shape and dtype by name."""
+        ...
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """A part of one tensor, on the CPU."""
+        ...
+
+
+class TensorFiles:
+    """`Tensors` of a folder. Use as a context manager. Raises `CheckpointError` naming a file that is missing or
+    damaged."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._place: dict[str, str] = {}
+        self._stored: dict[str, Stored] = {}
+        self._lock = threading.Lock()  # readers of several threads share a file's handle
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def stored(self) -> Mapping[str, Stored]:
+        return self._stored
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        path = self.directory / self._place[name]
+        try:
+            with self._lock:
+                part: Tensor = self._files[self._place[name]].get_slice(name)[slices]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {name}: {reason(error)}") from error
+        return part
+
+    def _open(self) -> None:
+        wanted = self._weight_map()
+        for file in sorted(set(wanted.values())) if wanted else [SINGLE_FILE]:
+            self._open_file(file)
+        for name, file in wanted.items():
+            if self._place.get(name) != file:
+                raise CheckpointError(f"{self.directory / file} lacks {name}, which {INDEX_FILE} says it holds")
+
+    def _weight_map(self) -> dict[str, str]:
+        """File of each tensor where there is an index; empty for a single file."""
+        if not self.directory.is_dir():
+            raise CheckpointError(f"{self.directory} is no folder")
+        if (self.directory / SINGLE_FILE).exists():
+            return {}
+        path = self.directory / INDEX_FILE
+        if not path.exists():
+            pickled = next(self.directory.glob("pytorch_model*.bin"), None)
+            why = f"; {pickled.name} is a pickle, which is not read: save it as safetensors" if pickled else ""
+            raise CheckpointError(f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}{why}")
+        files = read_json(path).get("weight_map")
+        if not isinstance(files, dict) or not files:
+            raise CheckpointError(f"{path} has no weight_map")
+        for name, file in files.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise CheckpointError(f"{path}: {name} lies in {file!r}, which is no file beside it")
+        return files
+
+    def _open_file(self, file: str) -> None:
+        path = self.directory / file
+        try:
+            opened = self._stack.enter_context(safe_open(path, framework="pt"))
+            for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
+                if name in self._place:
+                    raise CheckpointError(f"{path} holds {name}, and so does {self._place[name]}")
+                view = opened.get_slice(name)
+                self._stored[name] = Stored(tuple(view.get_shape()), _DTYPES.get(view.get_dtype()))
+                self._place[name] = file
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {reason(error)}") from error
+        self._files[file] = opened

@@ -1,0 +1,175 @@
+"""Texts with labels, for fine-tuning a classifier: JSON lines of `{"text": "...", "label": ...}`.
+
+The key idea: a classifier reads its answer off a text's last token. So a sample is a padded row whose only counted
+place is that token, and whose label there is the number of the class: loaders, loss masks and counts of training work
+as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megalite.config.errors import UserError
+from megalite.data.document_mask import Item
+from megalite.data.gpt_dataset import Datasets, SplitSummary
+from megalite.data.jsonl import Line, read_lines, shown
+from megalite.data.packing import SequenceBuilder, TokenSequences
+from megalite.data.sft import SftOptions, hold_out
+from megalite.data.tokenizer_base import Tokenizer
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """tokens of each text; classes: int64 [texts], places in `names`. truncated: texts cut to fit."""
+
+    sequences: TokenSequences
+    classes: np.ndarray
+    names: tuple[str, ...]
+    truncated: int
+
+    def line(self, name: str) -> str:
+        """One line for people."""
+        counts = np.bincount(self.classes, minlength=len(self.names))
+        shares = ", ".join(f"{label} {count:,}" for label, count in zip(self.names, counts, strict=True))
+        cut = f"; {self.truncated:,} texts were cut to --seq-length" if self.truncated else ""
+        return f"{name}: {len(self.classes):,} texts ({shares}){cut}"
+
+
+def read_labelled_texts(
+    paths: Sequence[str], flag: str, tokenizer: Tokenizer, *, seq_length: int, names: Sequence[str] | None = None
+) -> LabelledTexts:
+    """The texts of some files, in order, each with its first `seq_length` tokens.
+
+    A label is a string or a whole number. names: the classes in order; None: those that occur, sorted (numbers by
+    value). Raises UserError with file and line for a line that can't be used or a label that isn't in `names`.
+    """
+    builder, truncated = SequenceBuilder(), 0
+    labels: list[str | int] = []
+    for path in paths:
+        for line in read_lines(path, flag):
+            ids, label = _encode(line, tokenizer), _label(line, names)
+            if labels and type(label) is not type(labels[0]):
+                raise line.error(f"label {shown(label)}: other lines have labels like {shown(labels[0])}")
+            truncated += len(ids) > seq_length
+            builder.add(ids[:seq_length], [False] * min(len(ids), seq_length))
+            labels.append(label)
+    if not labels:
+        raise UserError(f"{flag} {' '.join(paths)}: it has no texts")
+    classes, known = _number(labels, names)
+    if len(known) < 2:
+        raise UserError(
+            f"{flag} {' '.join(paths)}: all labels are {known[0]!r}; a classifier needs two or more classes"
+        )
+    return LabelledTexts(builder.build(), classes, known, truncated)
+
+
+class ClassificationDataset:
+    """A `SampleSource` of the chosen texts (None: all), one a row of S places.
+
+    tokens, position_ids int64 [S]; loss_mask bool [S], True at the text's last token alone; labels int64 [S], there the
+    class and 0 elsewhere. Padding holds `pad`.
+    """
+
+    def __init__(self, texts: LabelledTexts, *, seq_length: int, pad: int, chosen: np.ndarray | None = None):
+        self.texts, self.seq_length, self.pad = texts, seq_length, pad
+        self.chosen = np.arange(len(texts.classes)) if chosen is None else chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> Item:
+        if not 0 <= index < len(self):
+            raise IndexError(f"text {index} of {len(self)}")
+        text = int(self.chosen[index])
+        begin, end = self.texts.sequences.begins[text : text + 2]
+        count = int(end - begin)
+        item = {
+            "tokens": np.full(self.seq_length, self.pad, dtype=np.int64),
+            "labels": np.zeros(self.seq_length, dtype=np.int64),
+            "loss_mask": np.zeros(self.seq_length, dtype=bool),
+            "position_ids": np.arange(self.seq_length, dtype=np.int64),
+        }
+        item["tokens"][:count] = self.texts.sequences.tokens[begin:end]
+        item["labels"][count - 1] = self.texts.classes[text]
+        item["loss_mask"][count - 1] = True
+        return item
+
+
+def build_classification_datasets(
+    options: SftOptions, tokenizer: Tokenizer, sizes: tuple[int, int, int], names: Sequence[str] | None = None
+) -> tuple[Datasets, tuple[str, ...]]:
+    """Training and validation sets of one epoch each, and the classes' names in order.
+
+    options: of which files, validation share, length and seed are used. sizes: samples that the run draws from train,
+    valid, test; 0: the set isn't needed. Raises UserError with file and line for data that can't be used.
+    """
+    pad = next((i for i in (tokenizer.pad, tokenizer.eod) if i is not None), 0)
+    length, result = options.seq_length, Datasets()
+    texts = read_labelled_texts(options.data, "--sft-data", tokenizer, seq_length=length, names=names)
+    result.notes.append(texts.line("--sft-data"))
+    train, valid_texts, valid = np.arange(len(texts.classes)), texts, np.arange(0)
+    if options.valid_data:
+        flag = "--sft-valid-data"
+        valid_texts = read_labelled_texts(options.valid_data, flag, tokenizer, seq_length=length, names=texts.names)
+        result.notes.append(valid_texts.line(flag))
+        valid = np.arange(len(valid_texts.classes))
+    elif options.valid_share:
+        train, valid = hold_out(len(texts.classes), options.valid_share, options.seed)
+    if sizes[0]:
+        result.train = ClassificationDataset(texts, seq_length=length, pad=pad, chosen=train)
+        result.summaries.append(_summary("train", options.data, result.train, sizes[0]))
+    if sizes[1] and len(valid):
+        result.valid = ClassificationDataset(valid_texts, seq_length=length, pad=pad, chosen=valid)
+        result.summaries.append(_summary("valid", options.valid_data or options.data, result.valid, sizes[1]))
+    return result, texts.names
+
+
+def _summary(split: str, files: Sequence[str], dataset: ClassificationDataset, drawn: int) -> SplitSummary:
+    return SplitSummary(
+        split=split,
+        prefix=" ".join(files),
+        documents=len(dataset),
+        tokens_per_epoch=int(dataset.texts.sequences.lengths[dataset.chosen].sum()),
+        samples_per_epoch=len(dataset),
+        samples=drawn,
+        epochs=drawn / len(dataset),
+    )
+
+
+def _encode(line: Line, tokenizer: Tokenizer) -> list[int]:
+    for key in ("text", "label"):
+        if key not in line.value:
+            there = ", ".join(list(line.value)[:8]) or "none"
+            raise line.error(f"text and label are needed; the line's keys: {there}")
+    text = line.value["text"]
+    if not isinstance(text, str):
+        raise line.error(f"text must be a string, not {shown(text)}")
+    if not text.strip():
+        raise line.error("the text is empty")
+    try:
+        ids = tokenizer.tokenize(text)
+    except UserError as error:
+        raise line.error(str(error)) from None
+    if not ids:
+        raise line.error("the text has no tokens")
+    return ids
+
+
+def _label(line: Line, names: Sequence[str] | None) -> str | int:
+    label = line.value["label"]
+    if not isinstance(label, str | int) or isinstance(label, bool):
+        raise line.error(f"label must be a string or a whole number, not {shown(label)}")
+    if names is not None and str(label) not in names:
+        raise line.error(f"label {shown(label)} is none of {', '.join(names)}")
+    return label
+
+
+def _number(labels: Sequence[str | int], names: Sequence[str] | None) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The class of each label and the classes' names."""
+    found = sorted(set(labels))  # all of one type
+    known = tuple(names) if names is not None else tuple(str(label) for label in found)
+    places = {name: place for place, name in enumerate(known)}
+    return np.array([places[str(label)] for label in labels], dtype=np.int64), known

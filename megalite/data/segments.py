@@ -1,0 +1,93 @@
+"""From pieces of text, some of them a model's answers, to token ids that know which of them are answers.
+
+The key idea: ids are those of the whole text wherever a cut between pieces falls between two of its tokens, which is
+seen by encoding the text before the cut. Where a token would lie across a cut, the pieces are encoded apart, as they
+are in generation, where the prompt is all there is yet. `encode` serves training and generation alike, so that a model
+meets the ids that it was taught.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megalite.config.errors import UserError
+from megalite.data.jsonl import NONCHARACTERS
+from megalite.data.tokenizer_base import Tokenizer
+
+# Stand for ids that a tokenizer may not be able to read from a text.
+EOD_SIGN, BOS_SIGN = NONCHARACTERS[0], NONCHARACTERS[1]
+_SIGNS = re.compile(f"([{EOD_SIGN}{BOS_SIGN}])")
+
+
+class Segment(NamedTuple):
+    """A piece of a text. `counted`: it is (part of) an answer, so its tokens are labels that count."""
+
+    text: str
+    counted: bool
+
+
+class EncodedPiece(NamedTuple):
+    """The ids of one segment."""
+
+    ids: list[int]
+    counted: bool
+
+
+class TextEncoder:
+    """Ids of text without what the tokenizer's own template puts around every text.
+
+    `prefix`: the ids that this template puts first (such as Llama 3's begin of text); usually empty.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        around = tokenizer.tokenize("")
+        probe = tokenizer.tokenize("0") if around else []
+        first = next(n for n in range(len(around), -1, -1) if _lies_around(around[:n], around[n:], probe))
+        self.prefix, self._after = around[:first], len(around) - first
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of a text; the signs become their ids. A UserError where the tokenizer lacks one."""
+        result: list[int] = []
+        for part in _SIGNS.split(text):
+            if part in (EOD_SIGN, BOS_SIGN):
+                result.append(self._special(part))
+            elif part:
+                whole = self.tokenizer.tokenize(part)
+                result += whole[len(self.prefix) : len(whole) - self._after]
+        return result
+
+    def encode(self, segments: Sequence[Segment]) -> list[EncodedPiece]:
+        """The ids of each segment, in order; empty ones left out."""
+        segments = [segment for segment in segments if segment.text]
+        apart = [self.ids(segment.text) for segment in segments]
+        whole = self.ids("".join(segment.text for segment in segments))
+        if list(itertools.chain.from_iterable(apart)) != whole:
+            apart = self._cut(whole, segments) or apart
+        return [EncodedPiece(ids, segment.counted) for ids, segment in zip(apart, segments, strict=True)]
+
+    def _cut(self, whole: list[int], segments: Sequence[Segment]) -> list[list[int]] | None:
+        """The ids of the whole text, cut between the segments; None where a token lies across a cut."""
+        pieces, start, text = [], 0, ""
+        for segment in segments[:-1]:
+            text += segment.text
+            before = self.ids(text)
+            if len(before) < start or whole[: len(before)] != before:
+                return None
+            pieces.append(whole[start : len(before)])
+            start = len(before)
+        return [*pieces, whole[start:]]
+
+    def _special(self, sign: str) -> int:
+        found = self.tokenizer.eod if sign == EOD_SIGN else self.tokenizer.bos
+        if found is None:
+            role = "end-of-document" if sign == EOD_SIGN else "begin"
+            raise UserError(f"this tokenizer has no {role} id: its files name none")
+        return found
+
+
+def _lies_around(before: list[int], after: list[int], ids: list[int]) -> bool:
+    return ids[: len(before)] == before and ids[len(ids) - len(after) :] == after

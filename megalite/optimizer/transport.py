@@ -1,0 +1,95 @@
+"""The data-parallel collectives of the optimizer: reduce gradients, gather parameters.
+
+Key idea: they are behind three methods, so that a test or a benchmark can put in a slow network; and each counts what
+a rank sends, so that formulas can be held against it. Bytes are those of the bandwidth-optimal algorithms (each rank of
+d sends (d - 1) / d of the tensor in a gather or a reduce-scatter, twice that in an all-reduce).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.distributed.mesh import Group
+
+
+class Pending:
+    """A collective under way; `wait` returns once its result may be used. Until then its tensors must be left alone.
+
+    `begin`, `end`: milliseconds of a monotonic clock. On CUDA `end` is when `wait` returned, on a CPU when the last
+    byte was there.
+    """
+
+    def __init__(self, work: dist.Work, then: Callable[[], None] | None = None, *, on_cpu: bool = True):
+        self._work, self._then = work, then
+        self.begin, self.end = _now(), 0.0
+        if on_cpu:
+            work.get_future().add_done_callback(self._ended)
+
+    def _ended(self, _: object) -> None:
+        self.end = _now()
+
+    def wait(self) -> None:
+        self._work.wait()
+        self.end = self.end or _now()
+        if self._then is not None:
+            self._then()
+            self._then = None
+
+
+def _now() -> float:
+    return time.perf_counter() * 1e3
+
+
+@dataclass
+class Traffic:
+    """What a rank has sent, in bytes, and in how many collectives."""
+
+    bytes_sent: int = 0
+    collectives: int = 0
+
+
+class Transport:
+    """Collectives over one group. All tensors are 1-D and contiguous."""
+
+    def __init__(self, group: Group):
+        self.group = group
+        self.traffic = Traffic()
+
+    def _count(self, tensor: Tensor, rounds: int) -> None:
+        self.traffic.bytes_sent += rounds * tensor.nbytes * (self.group.size - 1) // self.group.size
+        self.traffic.collectives += 1
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Sum `tensor` over the ranks, in place."""
+        self._count(tensor, 2)
+        work = dist.all_reduce(tensor, group=self.group.process_group, async_op=True)
+        return Pending(work, on_cpu=not tensor.is_cuda)
+
+    def reduce_scatter(self, result: Tensor, tensor: Tensor) -> Pending:
+        """This rank's part of the sum of `tensor` over the ranks, into `result`, which may be that part of `tensor`."""
+        self._count(tensor, 1)
+        group = self.group.process_group
+        if tensor.is_cuda:
+            return Pending(dist.reduce_scatter_single(result, tensor, group=group, async_op=True), on_cpu=False)
+        # Gloo's reduce-scatter moves as much as an all-reduce: exchange the parts, add them in the order of ranks.
+        parts = torch.empty_like(tensor)
+        work = dist.all_to_all_single(parts, tensor, group=group, async_op=True)
+        return Pending(work, lambda: _sum_rows(parts.view(self.group.size, -1), result))
+
+    def all_gather(self, result: Tensor, part: Tensor) -> Pending:
+        """The ranks' `part`s, one after another, into `result`; `part` may be this rank's part of it."""
+        self._count(result, 1)
+        work = dist.all_gather_single(result, part, group=self.group.process_group, async_op=True)
+        return Pending(work, on_cpu=not result.is_cuda)
+
+
+def _sum_rows(rows: Tensor, result: Tensor) -> None:
+    torch.add(rows[0], rows[1], out=result)
+    for row in rows[2:]:
+        result.add_(row)

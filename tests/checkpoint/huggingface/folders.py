@@ -1,0 +1,123 @@
+"""Small random models of `transformers` as folders, and what the room needs of a model of ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from megalite.config.schema import RunConfig
+from megalite.distributed.mesh import Mesh
+from megalite.models.gpt import GPTStage, plain_info
+from megalite.models.stages import whole_model
+from megalite.nn.attention_backend import choose_backend
+from megalite.nn.module import Build
+from megalite.precision.policy import Precision
+from tests.models import hf_models
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", {}),
+    "gpt2, exact gelu, own width, untied": (
+        "GPT2",
+        {"activation_function": "gelu", "n_inner": 40, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-4},
+    ),
+    "llama, each head its own key": ("Llama", {}),
+    "llama, grouped, tied": ("Llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama, wide heads, all biases": (
+        "Llama",
+        {"num_key_value_heads": 1, "head_dim": 16, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-5},
+    ),
+    "llama 3 scaling": (
+        "Llama",
+        {"num_key_value_heads": 2, "head_dim": 16, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+    ),
+    "llama, linear scaling": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}, "rms_norm_eps": 1e-5},
+    ),
+    "mistral, window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 5}),
+    "mistral, no window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen2, window": (
+        "Qwen2",
+        {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    ),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
+    "glm": ("Glm", {"num_key_value_heads": 2, "head_dim": 8}),
+    "glm, a quarter turned, no bias": (
+        "Glm",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        },
+    ),
+}
+
+
+def model_of(case: str) -> nn.Module:
+    kind, fields = CASES[case]
+    return hf_models.gpt2(**fields) if kind == "GPT2" else hf_models.llama_like(kind, **fields)
+
+
+def save(case: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard_size: str = "1GB") -> Path:
+    """The folder that transformers makes of a case."""
+    model = model_of(case).to(dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(folder, max_shard_size=shard_size)  # type: ignore[operator]
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder."""
+    result: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        result |= load_file(file)
+    return result
+
+
+def change_tensors(folder: Path, change: dict[str, Tensor | None]) -> None:
+    """Replace, add or (None) remove tensors of a folder of one file."""
+    content: dict[str, Any] = {**tensors(folder), **change}
+    kept = {name: tensor for name, tensor in content.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(folder: Path, change: dict[str, Any], remove: tuple[str, ...] = ()) -> None:
+    """Replace, add or remove fields of a folder's `config.json`."""
+    path = folder / "config.json"
+    values = {**json.loads(path.read_text("utf-8")), **change}
+    path.write_text(json.dumps({k: v for k, v in values.items() if k not in remove}), encoding="utf-8")
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """The same names, number formats and bits."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+def build(config: RunConfig, vocab_size: int, mesh: Mesh) -> GPTStage:
+    assert config.model.num_layers is not None
+    parts = Build(config.model, mesh, Precision.from_config(config.precision))
+    backend = choose_backend(config, "cpu")
+    return GPTStage(parts, vocab_size, whole_model(config.model.num_layers), backend).eval()
+
+
+def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    assert isinstance(model, GPTStage)
+    return model.logits(model(tokens, plain_info(tokens))).transpose(0, 1)

@@ -1,0 +1,257 @@
+"""`config.json` to the network and back: nothing of it is lost, and what isn't understood is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.config import describe_network, essence, parse_config
+from megalite.checkpoint.huggingface.registry import ARCHITECTURES
+from megalite.config.check import check
+from megalite.config.resolve import resolve
+from megalite.config.schema import ModelConfig, RunConfig
+from tests.helpers import LLAMA, tiny_config
+
+# As published, shortened only by what doesn't matter twice.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
+        "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
+    },
+    "smollm2": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "model_type": "llama",
+        "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "pad_token_id": 2,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None,
+        "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers.js_config": {"kv_cache_dtype": {}}, "transformers_version": "4.42.3", "use_cache": True,
+        "vocab_size": 49152,
+    },
+    "llama 3.2": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32,
+        "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
+        "vocab_size": 128256,
+    },
+    "qwen2.5": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 896,
+        "initializer_range": 0.02, "intermediate_size": 4864, "max_position_embeddings": 32768,
+        "max_window_layers": 21, "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
+        "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+        "tie_word_embeddings": True, "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+}  # fmt: skip
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+MISTRAL = {**TINY, "model_type": "mistral", "num_key_value_heads": 2}
+QWEN2 = {**TINY, "model_type": "qwen2", "num_key_value_heads": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def network(values: dict[str, Any]) -> ModelConfig:
+    return parse_config(values, "config.json").model
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_read_and_nothing_of_the_network_is_lost(name: str) -> None:
+    found = parse_config(PUBLISHED[name], "config.json")
+    architecture, written = describe_network(found.model, found.vocab_size)
+    assert architecture is found.architecture
+    unlike = {
+        key: (value, written.get(key))
+        for key, value in PUBLISHED[name].items()
+        if key in written and written[key] != value
+    }
+    unlike.pop("sliding_window", None)  # without meaning where use_sliding_window is false
+    unlike.pop("max_window_layers", None)
+    assert unlike == {}
+
+
+def test_every_number_of_llama_3_2_arrives() -> None:
+    assert network(PUBLISHED["llama 3.2"]) == ModelConfig(
+        num_layers=16,
+        hidden_size=2048,
+        ffn_hidden_size=8192,
+        num_attention_heads=32,
+        kv_channels=64,
+        group_query_attention=True,
+        num_query_groups=8,
+        max_position_embeddings=131072,
+        position_embedding_type="rope",
+        rotary_base=500000.0,
+        use_rope_scaling=True,
+        rope_scaling_factor=32.0,
+        normalization="RMSNorm",
+        norm_epsilon=1e-5,
+        swiglu=True,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_read_is_a_sound_and_resolved_network(name: str) -> None:
+    config = RunConfig(model=network(PUBLISHED[name]))
+    config.data.seq_length, config.training.micro_batch_size = 64, 1
+    config.learning_rate.lr, config.training.train_iters, config.data.mock_data = 1e-4, 1, True
+    config.tokenizer.tokenizer_type, config.tokenizer.vocab_size = "NullTokenizer", 100
+    assert check(config, 1) == []
+    assert resolve(config, 1).model == config.model
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}),
+        ({"rope_scaling": None}, {"rope_type": "default"}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0},
+        ),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, {"rope_theta": 5e5, **LLAMA3}),
+    ],
+)
+def test_old_and_new_rotary_keys_mean_the_same(old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert network({**TINY, **old}) == network({**TINY, "rope_parameters": new})
+
+
+def test_part_of_a_head_is_rotated_as_either_key_says() -> None:
+    glm = {**TINY, "model_type": "glm"}
+    assert network(glm).rotary_percent == 0.5
+    assert network({**glm, "partial_rotary_factor": 0.25}).rotary_percent == 0.25
+    assert network({**glm, "rope_parameters": {"partial_rotary_factor": 0.25}}).rotary_percent == 0.25
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({**TINY, "attn_logit_softcapping": 30.0}, "not understood: attn_logit_softcapping 30.0"),
+        ({**TINY, "a": 1, "b": {}}, "not understood: a 1, b {}"),
+        ({**TINY, "quantization_config": {"bits": 4}}, "not understood: quantization_config"),
+        ({**TINY, "rope_interleaved": True}, "not understood: rope_interleaved True"),
+        ({**TINY, "auto_map": {}}, "auto_map: the model brings code of its own"),
+        ({**TINY, "model_type": "glm4"}, "model_type 'glm4' is not supported; there are gpt2, llama"),
+        ({k: v for k, v in TINY.items() if k != "hidden_size"}, "config.json lacks hidden_size"),
+        ({**TINY, "hidden_size": "32"}, "hidden_size '32' is not supported: it must be of type int"),
+        ({**TINY, "num_hidden_layers": True}, "num_hidden_layers True is not supported"),
+        ({**TINY, "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: supported: 'silu'"),
+        ({**TINY, "attention_bias": True}, "attention_bias True is not supported: it must equal mlp_bias"),
+        ({**TINY, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: rope_type 'yarn'"),
+        ({**TINY, "rope_scaling": {"type": "linear", "factor": 2.5}}, "factor 2.5 is not supported"),
+        ({**TINY, "rope_scaling": {"type": "linear"}}, "rope_scaling lacks factor"),
+        ({**TINY, "rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor 2.0"),
+        (
+            {**TINY, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}},
+            "original_max_position_embeddings 64 is not supported",
+        ),
+        ({**TINY, "rope_parameters": {"rope_type": "default", "mscale": 1.0}}, "not understood: mscale 1.0"),
+        ({**TINY, "rope_parameters": {"full_attention": {}}}, "differ between layers"),
+        ({**TINY, "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta 500000.0 is not supported"),
+        ({**TINY, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({**QWEN2, "use_sliding_window": True, "max_window_layers": 1}, "layer_types"),
+        ({**QWEN2, "model_type": "qwen3", "attention_bias": True}, "attention_bias True is not supported"),
+        (
+            {**PUBLISHED["gpt2"], "embd_pdrop": 0.0},
+            "embd_pdrop 0.0 is not supported: it must equal resid_pdrop, which is 0.1",
+        ),
+        ({**PUBLISHED["gpt2"], "activation_function": "relu"}, "activation_function 'relu' is not supported"),
+        ({**PUBLISHED["gpt2"], "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+        ({**PUBLISHED["gpt2"], "add_cross_attention": True}, "not understood: add_cross_attention True"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        network(values)
+    assert message in str(raised.value)
+    assert "config.json" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "window"),
+    [
+        ({**MISTRAL, "sliding_window": 5}, "4,0"),
+        ({**MISTRAL, "sliding_window": None}, None),
+        (MISTRAL, "4095,0"),  # its default
+        ({**QWEN2, "sliding_window": 5}, None),
+        ({**QWEN2, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 0}, "4,0"),
+        ({**QWEN2, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 2}, None),
+        ({**QWEN2, "layer_types": ["full_attention"] * 2}, None),
+    ],
+)
+def test_windows(values: dict[str, Any], window: str | None) -> None:
+    assert network(values).window_size == window
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [
+        ({}, "gpt2"),
+        ({"squared_relu": True}, "gpt2"),
+        (LLAMA, "llama"),
+        ({**LLAMA, "add_bias_linear": True}, "llama"),
+        ({**LLAMA, "window_size": "9,0"}, "mistral"),
+        ({**LLAMA, "add_qkv_bias": True}, "qwen2"),
+        ({**LLAMA, "qk_layernorm": True}, "qwen3"),
+        ({**LLAMA, "rotary_interleaved": True, "rotary_percent": 0.5}, "glm"),
+    ],
+)
+def test_a_network_becomes_the_architecture_that_has_it(overrides: dict[str, Any], kind: str) -> None:
+    model = tiny_config(**overrides)
+    architecture, values = describe_network(model, 131)
+    assert architecture is ARCHITECTURES[kind]
+    assert essence(network(values)) == essence(model)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "flags"),
+    [
+        ({"apply_layernorm_1p": True}, "gpt2, can't express --apply-layernorm-1p"),
+        ({**LLAMA, "qk_layernorm": True, "add_qkv_bias": True}, "--qk-layernorm"),
+        (
+            {**LLAMA, "add_qkv_bias": True, "rotary_percent": 0.5, "kv_channels": 8},
+            "glm, can't express no --rotary-interleaved",
+        ),
+    ],
+)
+def test_a_network_that_no_architecture_has_is_refused_by_its_flags(overrides: dict[str, Any], flags: str) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        describe_network(tiny_config(**overrides), 131)
+    assert flags in str(raised.value)
+
+
+def test_the_original_file_is_kept_only_for_the_same_network() -> None:
+    source = {**TINY, "transformers_version": "4.0", "eos_token_id": 3}
+    model = network(source)
+    assert describe_network(model, 131, source)[1] == source
+    changed = replace(model, norm_epsilon=1e-3)
+    assert describe_network(changed, 131, source)[1]["rms_norm_eps"] == 1e-3
+    assert describe_network(model, 132, source)[1]["vocab_size"] == 132

@@ -1,0 +1,124 @@
+"""Folders that lack something, hold too much or are damaged: each is refused with the file or tensor by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
+from tests.checkpoint.huggingface import folders
+from tests.checkpoint.huggingface.folders import build
+
+CASE = "llama, grouped, tied"
+
+
+def refused(source: Path, tmp_path: Path) -> str:
+    """The message of a conversion that fails and leaves nothing."""
+    with pytest.raises(CheckpointError) as raised:
+        huggingface_to_megalite(source, tmp_path / "run", build)
+    assert not (tmp_path / "run").exists()
+    return str(raised.value)
+
+
+def lose(source: Path) -> None:
+    folders.change_tensors(source, {"model.layers.1.self_attn.k_proj.weight": None})
+
+
+def add(source: Path) -> None:
+    folders.change_tensors(source, {"model.layers.1.self_attn.k_proj.bias": torch.zeros(16)})
+
+
+def reshape(source: Path) -> None:
+    folders.change_tensors(source, {"model.norm.weight": torch.zeros(31)})
+
+
+def quantise(source: Path) -> None:
+    folders.change_tensors(source, {"model.norm.weight": torch.zeros(32, dtype=torch.int8)})
+
+
+def mix(source: Path) -> None:
+    folders.change_tensors(source, {"model.layers.0.mlp.up_proj.weight": torch.zeros(48, 32).bfloat16()})
+
+
+def untie(source: Path) -> None:
+    folders.change_tensors(source, {"lm_head.weight": torch.zeros(131, 32)})
+
+
+def other_vocabulary(source: Path) -> None:
+    folders.change_config(source, {"vocab_size": 130})
+
+
+def deeper(source: Path) -> None:
+    folders.change_config(source, {"num_hidden_layers": 3})
+
+
+def shallower(source: Path) -> None:
+    folders.change_config(source, {"num_hidden_layers": 1})
+
+
+def truncate(source: Path) -> None:
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def pickled(source: Path) -> None:
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+
+
+def no_config(source: Path) -> None:
+    (source / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lose, "lacks\n  model.layers.1.self_attn.k_proj.weight"),
+        (add, "holds tensors that the network of its config.json lacks:\n  model.layers.1.self_attn.k_proj.bias"),
+        (reshape, "model.norm.weight: (31,), config.json makes it (32,)"),
+        (quantise, "quantised weights are not read):\n  model.norm.weight"),
+        (mix, "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight must have one number format"),
+        (untie, "makes lm_head.weight and model.embed_tokens.weight one, but they differ"),
+        (other_vocabulary, "model.embed_tokens.weight: (131, 32), config.json makes it (130, 32)"),
+        (deeper, "lacks\n  model.layers.2.input_layernorm.weight"),
+        (shallower, "network of its config.json lacks:\n  model.layers.1.input_layernorm.weight"),
+        (truncate, "model.safetensors: "),
+        (pickled, "pytorch_model.bin is a pickle"),
+        (no_config, "config.json: No such file"),
+    ],
+)
+def test_what_is_wrong_is_named(damage: Callable[[Path], None], words: str, tmp_path: Path) -> None:
+    source = folders.save(CASE, tmp_path / "hf")
+    damage(source)
+    message = refused(source, tmp_path)
+    assert words in message
+    assert str(source) in message
+
+
+def test_a_missing_file_of_several_is_named(tmp_path: Path) -> None:
+    source = folders.save(CASE, tmp_path / "hf", shard_size="20KB")
+    missing = sorted(source.glob("model-*.safetensors"))[1]
+    missing.unlink()
+    assert str(missing) in refused(source, tmp_path)
+
+
+def test_an_index_that_its_files_do_not_keep_is_refused(tmp_path: Path) -> None:
+    source = folders.save(CASE, tmp_path / "hf", shard_size="20KB")
+    path = source / "model.safetensors.index.json"
+    index = json.loads(path.read_text("utf-8"))
+    files = sorted(set(index["weight_map"].values()))
+    name = next(name for name, file in index["weight_map"].items() if file == files[0])
+    index["weight_map"][name] = files[1]
+    path.write_text(json.dumps(index), encoding="utf-8")
+    assert f"{files[1]} lacks {name}" in refused(source, tmp_path)
+    index["weight_map"][name] = "../elsewhere.safetensors"
+    path.write_text(json.dumps(index), encoding="utf-8")
+    assert "'../elsewhere.safetensors', which is no file beside it" in refused(source, tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert str(tmp_path / "nowhere") in refused(tmp_path / "nowhere", tmp_path)

@@ -1,0 +1,113 @@
+"""Loading a folder at any layout, and saving from there: every bit of it comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.checkpoint.checkpoint import save_checkpoint
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.config import read_huggingface_config
+from megalite.checkpoint.huggingface.export import megalite_to_huggingface
+from megalite.checkpoint.huggingface.load import load_huggingface
+from megalite.checkpoint.storage import Retention, find_checkpoint
+from megalite.config.schema import LayoutConfig, RunConfig
+from megalite.distributed.layout import Layout
+from megalite.distributed.mesh import Mesh, single_process_mesh
+from megalite.distributed.pieces import Piece, whole
+from megalite.distributed.pool import ProcessPool
+from megalite.models.gpt import GPTStage
+from megalite.models.stages import stage_spans
+from megalite.nn.module import Build, specs_of
+from megalite.precision.policy import Precision
+from tests.checkpoint.huggingface import folders
+from tests.helpers import FP32, UNFUSED
+
+LAYOUTS = [Layout(), Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, dp=2)]
+
+
+def name_of(layout: Layout) -> str:
+    return f"tp{layout.tp}-pp{layout.pp}-dp{layout.dp}"
+
+
+def stages_of(mesh: Mesh, source: Path, precision: Precision = FP32) -> tuple[RunConfig, list[GPTStage]]:
+    """This rank's chunks, every element 7."""
+    found = read_huggingface_config(source)
+    layout = LayoutConfig(tensor_model_parallel_size=mesh.layout.tp, pipeline_model_parallel_size=mesh.layout.pp)
+    config = RunConfig(model=found.model, layout=layout)
+    build = Build(config.model, mesh, precision)
+    stages = [GPTStage(build, found.vocab_size, span, UNFUSED) for span in stage_spans(config)[mesh.pp.rank]]
+    for _, parameter, _ in specs_of(stages):
+        parameter.data.fill_(7.0)
+    return config, stages
+
+
+def pieces_of(stages: list[GPTStage]) -> list[Piece]:
+    return [whole(f"model.{name}", parameter, spec) for name, parameter, spec in specs_of(stages)]
+
+
+def load_and_save(mesh: Mesh, source: Path, root: Path) -> None:
+    config, stages = stages_of(mesh, source)
+    load_huggingface(source, mesh=mesh, pieces=pieces_of(stages))
+    for name, parameter, spec in specs_of(stages):
+        inside = torch.zeros(spec.local_shape, dtype=torch.bool)
+        for box in spec.boxes:
+            inside[box.local_slices] = True
+        assert bool((parameter[~inside] == 7.0).all()), f"{name}: padding was touched"
+    kwargs = {"config": config, "training_state": {}, "retain": Retention()}
+    save_checkpoint(root, 1, mesh=mesh, pieces=pieces_of(stages), **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+@pytest.mark.parametrize("case", ["gpt2", "llama, grouped, tied", "qwen2", "qwen3", "glm", "mistral, no window"])
+def test_bits_survive_any_layout(case: str, layout: Layout, pool: ProcessPool, tmp_path: Path) -> None:
+    source = folders.save(case, tmp_path / "hf", shard_size="30KB")
+    pool.run(load_and_save, layout.world_size, source, tmp_path / "run", layout=layout)
+    checkpoint = find_checkpoint(tmp_path / "run")
+    assert checkpoint is not None
+    megalite_to_huggingface(checkpoint, tmp_path / "back")
+    folders.assert_equal(folders.tensors(tmp_path / "back"), folders.tensors(source))
+
+
+@pytest.mark.parametrize("case", folders.CASES)
+def test_a_part_of_a_parameter_can_be_loaded_alone(case: str, tmp_path: Path) -> None:
+    source = folders.save(case, tmp_path / "hf")
+    mesh = single_process_mesh()
+    (_, stages), (_, others) = stages_of(mesh, source), stages_of(mesh, source)
+    load_huggingface(source, mesh=mesh, pieces=pieces_of(stages))
+    ranges = []
+    for name, parameter, spec in specs_of(others):
+        flat, third = parameter.detach().view(-1), parameter.numel() // 3
+        ranges += [Piece(name, flat[:third], 0, spec), Piece(name, flat[third:-1], third, spec)]
+        ranges.append(Piece(name, flat[-1:], flat.numel() - 1, spec))
+    load_huggingface(source, mesh=mesh, pieces=ranges)
+    for (name, one, _), (_, other, _) in zip(specs_of(stages), specs_of(others), strict=True):
+        assert torch.equal(one, other), name
+
+
+def lose_a_file(mesh: Mesh, source: Path) -> str:
+    _, stages = stages_of(mesh, source)
+    with pytest.raises(CheckpointError) as raised:
+        load_huggingface(source, mesh=mesh, pieces=pieces_of(stages))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.mlp.up_proj.bias", "model.layers.2.mlp.up_proj.weight", "lm_head.weight"]
+)
+def test_all_ranks_refuse_a_tensor_that_none_of_them_wants(name: str, pool: ProcessPool, tmp_path: Path) -> None:
+    source = folders.save("llama, grouped, tied", tmp_path / "hf")
+    folders.change_tensors(source, {name: torch.zeros(48, 32)})
+    messages = pool.run(lose_a_file, 4, source, layout=Layout(tp=2, pp=2))
+    assert len(set(messages)) == 1
+    assert name in messages[0]
+
+
+def test_all_ranks_tell_what_one_of_them_misses(pool: ProcessPool, tmp_path: Path) -> None:
+    source = folders.save("llama, grouped, tied", tmp_path / "hf")
+    folders.change_tensors(source, {"model.layers.1.mlp.up_proj.weight": None})
+    messages = pool.run(lose_a_file, 2, source, layout=Layout(pp=2))
+    assert len(set(messages)) == 1
+    assert "lacks\n  model.layers.1.mlp.up_proj.weight" in messages[0]

@@ -1,0 +1,211 @@
+"""Hugging Face → megalite → Hugging Face, in one process: every bit, the configuration, the logits."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from megalite.checkpoint.checkpoint import read_config
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface import compare
+from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
+from megalite.checkpoint.huggingface.export import megalite_to_huggingface
+from megalite.checkpoint.metadata import describe
+from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint
+from tests.checkpoint.huggingface import folders
+from tests.checkpoint.huggingface.folders import CASES, build, logits
+from tests.inference.checkpoints import save_tiny
+
+
+def found(root: Path) -> CheckpointDirectory:
+    checkpoint = find_checkpoint(root)
+    assert checkpoint is not None
+    return checkpoint
+
+
+def there_and_back(source: Path, tmp_path: Path, **options: int) -> Path:
+    huggingface_to_megalite(source, tmp_path / "run", build)
+    megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "back", **options)
+    return tmp_path / "back"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_and_configuration_survive_and_logits_agree(case: str, tmp_path: Path) -> None:
+    source = folders.save(case, tmp_path / "hf")
+    back = there_and_back(source, tmp_path)
+    folders.assert_equal(folders.tensors(back), folders.tensors(source))
+    ours, theirs = (transformers.AutoConfig.from_pretrained(folder).to_dict() for folder in (back, source))
+    assert {**ours, "_name_or_path": ""} == {**theirs, "_name_or_path": ""}
+    line = compare.compare_with_transformers(found(tmp_path / "run"), back, build, logits)
+    difference = re.search(r"largest difference ([0-9.e-]+) \(largest logit ([0-9.]+)\)", line)
+    assert difference is not None, line
+    assert float(difference[1]) < 2e-5
+    assert float(difference[2]) > 0.3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_configuration_of_our_own_describes_the_same_network(case: str, tmp_path: Path) -> None:
+    source = folders.save(case, tmp_path / "hf")
+    huggingface_to_megalite(source, tmp_path / "run", build)
+    shutil.rmtree(tmp_path / "run" / "huggingface")
+    megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "back")
+    folders.assert_equal(folders.tensors(tmp_path / "back"), folders.tensors(source))
+    tokens = torch.arange(0, 120, 3)[None]
+    with torch.no_grad():
+        ours, theirs = (
+            transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
+            for folder in (tmp_path / "back", source)
+        )
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_number_formats_are_kept(dtype: torch.dtype, tmp_path: Path) -> None:
+    source = folders.save("llama, grouped, tied", tmp_path / "hf", dtype=dtype)
+    back = there_and_back(source, tmp_path)
+    folders.assert_equal(folders.tensors(back), folders.tensors(source))
+    precision = read_config(found(tmp_path / "run")).precision
+    flags = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+    assert [name for name in ("bf16", "fp16", "fp64") if getattr(precision, name)] == [flags[dtype]]
+    assert transformers.AutoConfig.from_pretrained(back).dtype == dtype
+
+
+def test_a_parameter_may_have_a_format_of_its_own(tmp_path: Path) -> None:
+    source = folders.save("qwen3", tmp_path / "hf", dtype=torch.bfloat16)
+    norms = {name: tensor.float() + 1e-6 for name, tensor in folders.tensors(source).items() if "norm" in name}
+    folders.change_tensors(source, dict(norms))
+    folders.assert_equal(folders.tensors(there_and_back(source, tmp_path)), folders.tensors(source))
+
+
+def test_many_files_are_read_and_written(tmp_path: Path) -> None:
+    source = folders.save("gpt2", tmp_path / "hf", shard_size="20KB")
+    assert len(list(source.glob("model-*.safetensors"))) > 3
+    back = there_and_back(source, tmp_path, shard_bytes=15_000)
+    files = sorted(back.glob("*.safetensors"))
+    assert len(files) > 3
+    folders.assert_equal(folders.tensors(back), folders.tensors(source))
+    index = json.loads((back / "model.safetensors.index.json").read_text("utf-8"))
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in folders.tensors(source).values())
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            sizes = [opened.get_tensor(name).nbytes for name in opened.keys()]  # noqa: SIM118
+        assert sum(sizes) <= 15_000 or len(sizes) == 1
+    model = transformers.AutoModelForCausalLM.from_pretrained(back)
+    assert torch.equal(model.transformer.wpe.weight, folders.tensors(source)["transformer.wpe.weight"])
+
+
+def test_a_file_without_the_head_is_read(tmp_path: Path) -> None:
+    source = folders.save("gpt2", tmp_path / "hf")
+    whole = folders.tensors(source)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in whole.items()}
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.1.attn.masked_bias": torch.ones(())}  # of old versions
+    folders.change_tensors(source, {**dict.fromkeys(whole), **bare, **masks})
+    folders.assert_equal(folders.tensors(there_and_back(source, tmp_path)), whole)
+
+
+def test_a_repeated_tied_output_is_read_and_not_written(tmp_path: Path) -> None:
+    source = folders.save("llama, grouped, tied", tmp_path / "hf")
+    whole = folders.tensors(source)
+    folders.change_tensors(source, {"lm_head.weight": whole["model.embed_tokens.weight"].clone()})
+    folders.assert_equal(folders.tensors(there_and_back(source, tmp_path)), whole)
+
+
+def test_small_files_travel_both_ways(tmp_path: Path) -> None:
+    source = folders.save("llama, grouped, tied", tmp_path / "hf")
+    folders.change_config(source, {"bos_token_id": 7, "eos_token_id": [3, 5], "transformers_version": "4.40.0"})
+    small = ["tokenizer_config.json", "chat_template.jinja", "generation_config.json", "added_tokens.json"]
+    for name in small:
+        (source / name).write_text(f"{name} {{}}", encoding="utf-8")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}", encoding="utf-8")
+    back = there_and_back(source, tmp_path)
+    for name in [*small, "additional_chat_templates/tools.jinja"]:
+        assert (back / name).read_bytes() == (source / name).read_bytes(), name
+    before, after = (json.loads((folder / "config.json").read_text("utf-8")) for folder in (source, back))
+    assert after == before
+
+
+def test_tokenizer_flags_name_the_files_that_were_kept(tmp_path: Path) -> None:
+    source = folders.save("gpt2", tmp_path / "hf")
+    (source / "vocab.json").write_text("{}", encoding="utf-8")
+    (source / "merges.txt").write_text("", encoding="utf-8")
+    huggingface_to_megalite(source, tmp_path / "run", build)
+    tokenizer = read_config(found(tmp_path / "run")).tokenizer
+    assert tokenizer.tokenizer_type == "GPT2BPETokenizer"
+    assert tokenizer.vocab_file == str(tmp_path / "run" / "huggingface" / "vocab.json")
+
+
+def test_a_folder_without_tokenizer_gets_plain_ids(tmp_path: Path) -> None:
+    huggingface_to_megalite(folders.save("gpt2", tmp_path / "hf"), tmp_path / "run", build)
+    tokenizer = read_config(found(tmp_path / "run")).tokenizer
+    assert (tokenizer.tokenizer_type, tokenizer.vocab_size) == ("NullTokenizer", 130)
+
+
+def test_a_model_trained_here_becomes_a_folder_that_transformers_reads(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "run", make_vocab_size_divisible_by=128, openai_gelu=True, vocab_size=131)
+    megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert theirs.config.vocab_size == 131
+    assert theirs.config.eos_token_id == 130
+    tokens = torch.arange(0, 120, 3)[None]
+    with torch.no_grad():
+        assert (theirs(tokens).logits - logits(model.eval(), tokens)).abs().max() < 2e-4
+
+
+def test_a_wrong_conversion_is_told(tmp_path: Path) -> None:
+    source = folders.save("qwen2", tmp_path / "hf")
+    huggingface_to_megalite(source, tmp_path / "run", build)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    folders.change_tensors(source, {name: folders.tensors(source)[name].flip(0)})
+    with pytest.raises(CheckpointError, match="the logits differ from those of transformers"):
+        compare.compare_with_transformers(found(tmp_path / "run"), source, build, logits)
+
+
+def test_without_transformers_the_comparison_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
+    line = compare.compare_with_transformers(tmp_path, tmp_path, build, logits)
+    assert line == "logits not compared: transformers is not installed"
+
+
+def test_the_checkpoint_holds_logical_shapes_in_the_layout_free_order(tmp_path: Path) -> None:
+    huggingface_to_megalite(folders.save("glm", tmp_path / "hf"), tmp_path / "run", build)
+    stored = describe(found(tmp_path / "run"))
+    assert stored["model.decoder.layers.1.self_attention.linear_qkv.weight"].shape == (2, 4, 8, 32)
+    assert stored["model.decoder.layers.1.mlp.linear_fc1.weight"].shape == (2, 48, 32)
+    assert stored["model.embedding.word_embeddings.weight"].shape == (131, 32)
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    source = folders.save("gpt2", tmp_path / "source")
+    huggingface_to_megalite(source, tmp_path / "run", build)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "mine").touch()
+    with pytest.raises(CheckpointError, match="already holds checkpoints: choose a new folder"):
+        huggingface_to_megalite(source, tmp_path / "run", build)
+    with pytest.raises(CheckpointError, match="no empty folder: choose a new one"):
+        megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "hf")
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine"]
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = folders.save("gpt2", tmp_path / "source")
+    huggingface_to_megalite(source, tmp_path / "run", build)
+    name = "megalite.checkpoint.huggingface"
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"{name}.export.save_file", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "hf")
+    monkeypatch.setattr(f"{name}.convert.write_shards", full)
+    with pytest.raises(OSError, match="No space left"):
+        huggingface_to_megalite(source, tmp_path / "second", build)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "source"]

@@ -1,0 +1,224 @@
+"""Chat templates: text and ids as transformers writes them, answers found exactly, mistakes told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config.errors import FlagError, UserError
+from megalite.data.chat_template import Chat, UnstableTemplateError, load_chat
+from megalite.data.segments import EOD_SIGN
+from megalite.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from tests.data.chat_files import (
+    BRACKET_TEMPLATE,
+    CHATML_TEMPLATE,
+    CONVERSATION,
+    FORGETFUL_TEMPLATE,
+    GENERATION_TEMPLATE,
+    PLAIN_TEMPLATE,
+    SYSTEM,
+    chat_tokenizer,
+)
+from tests.data.corpora import sentencepiece_model
+
+TEMPLATES = {
+    "chatml": CHATML_TEMPLATE,
+    "brackets": BRACKET_TEMPLATE,
+    "generation": GENERATION_TEMPLATE,
+    "plain": PLAIN_TEMPLATE,
+}
+
+
+def chat_of(folder: Path, choice: str | None = None) -> Chat:
+    return load_chat(choice, HuggingFaceTokenizer(str(folder)), str(folder))
+
+
+def conversation(kind: str) -> list[dict[str, str]]:
+    return CONVERSATION[1:] if kind == "brackets" else CONVERSATION
+
+
+def transformers_tokenizer(folder: Path) -> Any:
+    return pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("turns", [1, 2, 3, 4])
+def test_text_and_prompt_ids_equal_transformers(tmp_path: Path, kind: str, turns: int) -> None:
+    folder = chat_tokenizer(tmp_path, TEMPLATES[kind])
+    theirs, chat = transformers_tokenizer(folder), chat_of(folder)
+    messages = conversation(kind)[:turns]
+    for prompt in (False, True):
+        expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        signs = chat.template.render(messages, add_generation_prompt=prompt)
+        assert signs == expected
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    if kind == "plain":  # blanks before a cut are encoded as in the prompt, not as in the text as a whole
+        assert chat.encoder.tokenizer.detokenize(chat.prompt(messages)) == expected
+    else:
+        assert chat.prompt(messages) == ids
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_what_comes_before_an_answer_is_the_prompt_that_generation_sees(tmp_path: Path, kind: str) -> None:
+    chat = chat_of(chat_tokenizer(tmp_path, TEMPLATES[kind]))
+    messages = conversation(kind)
+    pieces = chat.encoder.encode(chat.template.segments(messages))
+    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    assert sum(piece.counted for piece in pieces) == len(answers) == 2
+    before: list[int] = []
+    remaining = iter(answers)
+    for piece in pieces:
+        if piece.counted:
+            assert before == chat.prompt(messages[: next(remaining)])
+        before += piece.ids
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_every_answer_counts_with_its_end_of_turn_and_nothing_else(tmp_path: Path, kind: str) -> None:
+    chat = chat_of(chat_tokenizer(tmp_path, TEMPLATES[kind]))
+    counted = [segment.text for segment in chat.template.segments(conversation(kind)) if segment.counted]
+    answers = [message["content"] for message in CONVERSATION if message["role"] == "assistant"]
+    ends = {"plain": ["\n", EOD_SIGN]}.get(kind, ["<|im_end|>", "<|im_end|>"])
+    blank = " " if kind == "brackets" else ""
+    assert counted == [blank + answer + end for answer, end in zip(answers, ends, strict=True)]
+    eod = chat.encoder.tokenizer.eod
+    assert chat.encoder.encode(chat.template.segments(conversation(kind)))[-1].ids[-1] == eod
+    assert chat.end_of_turn() == eod
+
+
+def test_generation_marks_equal_transformers_assistant_mask(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path, GENERATION_TEMPLATE)
+    theirs = transformers_tokenizer(folder).apply_chat_template(
+        CONVERSATION, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    chat = chat_of(folder)
+    pieces = chat.encoder.encode(chat.template.segments(CONVERSATION))
+    ids = [i for piece in pieces for i in piece.ids]
+    mask = [int(piece.counted) for piece in pieces for _ in piece.ids]
+    assert ids == theirs["input_ids"][: len(ids)]
+    assert mask == list(theirs["assistant_masks"])[: len(ids)]
+    assert not any(list(theirs["assistant_masks"])[len(ids) :])
+
+
+def test_what_follows_the_last_answer_is_left_out(tmp_path: Path) -> None:
+    chat = chat_of(chat_tokenizer(tmp_path))
+    more = [*CONVERSATION, {"role": "user", "content": "And now?"}]
+    assert chat.template.segments(more) == chat.template.segments(CONVERSATION)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_and_one_answer_is_not(tmp_path: Path) -> None:
+    chat = chat_of(chat_tokenizer(tmp_path, FORGETFUL_TEMPLATE))
+    one = chat.template.segments(CONVERSATION[:3])
+    assert one[-1] == ("<think>\n\n</think>\n\n4, of course.\n\nIsn't it?<|im_end|>", True)
+    with pytest.raises(UnstableTemplateError, match="prefix-stable.*messages follow message 3.*--chat-template chatml"):
+        chat.template.segments(CONVERSATION)
+    text = chat.template.render(CONVERSATION[:4], add_generation_prompt=True)
+    assert chat.prompt(CONVERSATION[:4]) == chat.encoder.ids(text)
+
+
+def test_a_prompt_that_the_answer_does_not_continue_is_refused(tmp_path: Path) -> None:
+    template = CHATML_TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
+    with pytest.raises(UnstableTemplateError, match="message 3 is there"):
+        chat_of(chat_tokenizer(tmp_path, template)).template.segments(CONVERSATION)
+
+
+def test_the_templates_own_complaint_is_told(tmp_path: Path) -> None:
+    chat = chat_of(chat_tokenizer(tmp_path, BRACKET_TEMPLATE))
+    with pytest.raises(UserError, match="refuses it: Only user and assistant roles are supported!"):
+        chat.template.segments(CONVERSATION)
+    for template in ("{{ messages[0].content + 5 }}", "{{ strftime_now('%d') }}"):
+        with pytest.raises(UserError, match=r"tokenizer_config\.json (fails|refuses)"):
+            chat_of(chat_tokenizer(tmp_path, template)).template.render([SYSTEM])
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+    ],
+)
+def test_a_template_can_not_reach_beyond_its_sandbox(tmp_path: Path, attack: str) -> None:
+    chat = chat_of(chat_tokenizer(tmp_path, "{% if true %}" + attack + "{% endif %}"))
+    with pytest.raises(UserError, match="chat template"):
+        chat.template.render([SYSTEM])
+
+
+def test_tools_and_tool_calls_reach_the_template(tmp_path: Path) -> None:
+    template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}:"
+        "{{ message.content or '' }}{% for call in message.tool_calls %}{{ call | tojson }}{% endfor %}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    )
+    chat = chat_of(chat_tokenizer(tmp_path, template))
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "text": "é<"}]},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": "It's 7."},
+    ]
+    segments = chat.template.segments(messages, tools=[{"name": "f"}])
+    assert [segment.text for segment in segments if segment.counted] == [
+        '{"name": "f", "text": "é<"}<|im_end|>',
+        "It's 7.<|im_end|>",
+    ]
+    assert segments[0].text.startswith('[{"name": "f"}]')
+    built_in = chat_of(tmp_path, "chatml")
+    with pytest.raises(UserError, match="no form for tool_calls"):
+        built_in.template.segments(messages)
+
+
+def test_the_built_in_template_is_chatml_where_the_tokenizer_knows_it(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path, None)
+    built_in = chat_of(folder, "chatml")
+    own = chat_of(chat_tokenizer(tmp_path / "own"))
+    assert built_in.prompt(CONVERSATION[:4]) == own.prompt(CONVERSATION[:4])
+    assert built_in.template.segments(CONVERSATION) == own.template.segments(CONVERSATION)
+
+
+def test_the_built_in_template_ends_turns_with_eod_elsewhere(tmp_path: Path) -> None:
+    tokenizer = SentencePieceTokenizer(sentencepiece_model(tmp_path))
+    chat = load_chat("chatml", tokenizer, None)
+    pieces = chat.encoder.encode(chat.template.segments(CONVERSATION))
+    answers = [piece.ids for piece in pieces if piece.counted]
+    texts = [message["content"] for message in CONVERSATION if message["role"] == "assistant"]
+    assert answers == [[*tokenizer.tokenize(text), tokenizer.eod] for text in texts]
+    assert sum(i == tokenizer.eod for piece in pieces for i in piece.ids) == len(CONVERSATION)
+    assert chat.end_of_turn() == tokenizer.eod
+
+
+def test_where_a_template_is_found(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path, "config")
+    assert chat_of(folder).template.render([]) == "config"
+    (folder / "chat_template.jinja").write_text("jinja")
+    assert chat_of(folder).template.render([]) == "jinja"
+    (tmp_path / "mine.txt").write_text("{{ eos_token }}mine")
+    assert chat_of(folder, str(tmp_path / "mine.txt")).template.render([]) == "<|im_end|>mine"
+    several = [{"name": "rag", "template": "x"}, {"name": "default", "template": "several"}]
+    (folder / "chat_template.jinja").unlink()
+    chat_tokenizer(tmp_path, None, chat_template=several)
+    assert chat_of(folder).template.render([]) == "several"
+
+
+def test_a_missing_or_broken_template_is_told(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path, None)
+    with pytest.raises(FlagError, match=r"no chat template .*--chat-template chatml or a file"):
+        chat_of(folder)
+    with pytest.raises(UserError, match=r"--chat-template .*none\.jinja: No such file"):
+        chat_of(folder, str(tmp_path / "none.jinja"))
+    (tmp_path / "bad.jinja").write_text("a\n{% if %}")
+    with pytest.raises(UserError, match=r"bad\.jinja, line 2"):
+        chat_of(folder, str(tmp_path / "bad.jinja"))
+    (tmp_path / "bad.json").write_text(json.dumps(["x"]))
+    with pytest.raises(UserError, match=r"bad\.json: not a JSON object"):
+        chat_of(folder, str(tmp_path / "bad.json"))
+
+
+def test_no_assistant_turn_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no assistant turn"):
+        chat_of(chat_tokenizer(tmp_path)).template.segments(CONVERSATION[:2])

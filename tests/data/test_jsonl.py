@@ -1,0 +1,46 @@
+"""JSON lines of examples: every mistake is told by file and line."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from megalite.config.errors import UserError
+from megalite.data.jsonl import read_lines
+
+
+def test_lines_keep_their_numbers_over_blank_lines_byte_order_marks_and_compression(tmp_path: Path) -> None:
+    text = '\ufeff{"a": 1}\r\n\n  \n{"a": "今\\n"}'.encode()
+    (tmp_path / "a.jsonl").write_bytes(text)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text))
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        lines = list(read_lines(str(tmp_path / name), "--flag"))
+        assert [(line.number, line.value) for line in lines] == [(1, {"a": 1}), (4, {"a": "今\n"})]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b'{"a": 1', r":2: broken JSON: .*column 8"),
+        (b"[1, 2]", r":2: a JSON object is needed, not \[1, 2\]"),
+        (b'{"a": "\xff"}', r":2: not UTF-8: byte 0xff at byte 8"),
+        (rb'{"a": ["\ud83d"]}', r":2: it holds \\ud83d, half of a surrogate pair"),
+        (rb'{"a": {"b": "\ufdd0"}}', r":2: it holds U\+FDD0, which is no character"),
+        ('{"a": "\ufdd3"}'.encode(), r":2: it holds U\+FDD3"),
+        (b"[" * 100_000, r":2: broken JSON"),
+    ],
+)
+def test_a_bad_line_is_told_by_file_and_line(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "b.jsonl").write_bytes(b'{"a": 1}\n' + content + b"\n")
+    with pytest.raises(UserError, match=r"b\.jsonl" + message):
+        list(read_lines(str(tmp_path / "b.jsonl"), "--flag"))
+
+
+def test_a_missing_file_or_another_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--flag .*none\.jsonl: no such file"):
+        list(read_lines(str(tmp_path / "none.jsonl"), "--flag"))
+    for name in ("a.parquet", "a.txt.gz"):
+        with pytest.raises(UserError, match="JSON lines are needed"):
+            list(read_lines(str(tmp_path / name), "--flag"))

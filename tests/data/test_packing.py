@@ -1,0 +1,172 @@
+"""Rows of several sequences: the loss of a pack is the sum of its parts, and padding never counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.data.document_mask import Item
+from megalite.data.microbatch import Microbatch, stack_items
+from megalite.data.packing import RowDataset, Rows, SequenceBuilder, TokenSequences, trim
+from megalite.distributed.mesh import single_process_mesh
+from megalite.models.gpt import GPTStage, plain_info
+from tests.helpers import FP64, LLAMA, VOCABULARY, tiny_model
+
+EOD = 7
+
+
+def sequences(count: int = 40, longest: int = 30, seed: int = 0) -> TokenSequences:
+    """Random sequences of 2 to `longest` tokens whose last tokens count and end with EOD."""
+    random = np.random.default_rng(seed)
+    builder = SequenceBuilder()
+    for length in random.integers(2, longest + 1, count):
+        answer = random.integers(1, length)
+        tokens = [*random.integers(0, VOCABULARY, length - 1).tolist(), EOD]
+        builder.add(tokens, [bool(n >= length - answer) for n in range(length)])
+    return builder.build()
+
+
+def dataset(data: TokenSequences, packed: bool, seq_length: int = 32, pad: int = EOD) -> RowDataset:
+    everything = np.arange(len(data))
+    rows = Rows.best_fit(everything, data.lengths - 1, seq_length) if packed else Rows.one_each(everything)
+    return RowDataset(data, rows, seq_length=seq_length, pad=pad, packed=packed)
+
+
+def loss_sum(model: GPTStage, arrays: Item) -> tuple[float, int]:
+    """Summed loss of the counted labels of a microbatch, and their number."""
+    batch = Microbatch.from_arrays(arrays)
+    info = replace(plain_info(batch.tokens), position_ids=batch.position_ids, document_ids=batch.document_ids)
+    with torch.no_grad():
+        losses = model.token_losses(model(batch.tokens, info), batch.labels)
+    return losses.where(batch.loss_mask.t(), 0.0).sum().item(), int(batch.loss_mask.sum())
+
+
+def alone(model: GPTStage, data: TokenSequences, number: int) -> tuple[float, int]:
+    """The loss of one sequence in a row of its own length, by the definition."""
+    begin, end = data.begins[number : number + 2]
+    tokens = torch.from_numpy(data.tokens[begin:end].astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model.logits(model(tokens[:, :-1], plain_info(tokens[:, :-1])))[:, 0]
+    losses = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
+    counted = torch.from_numpy(data.counted[begin + 1 : end].copy())
+    return losses[counted].sum().item(), int(counted.sum())
+
+
+@pytest.mark.parametrize(
+    "network", [{"init_method_std": 0.2}, {**LLAMA, "init_method_std": 0.2}], ids=["gpt2", "llama"]
+)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "unfused"])
+def test_the_loss_of_a_row_is_the_sum_of_its_parts_alone(network: dict[str, Any], packed: bool, backend: str) -> None:
+    model = tiny_model(single_process_mesh(), FP64, attention_backend=backend, **network)
+    data = sequences()
+    rows = dataset(data, packed)
+    assert (len(rows) < 30) == packed
+    for number in range(len(rows)):
+        members = rows.rows.order[rows.rows.begins[number] : rows.rows.begins[number + 1]]
+        parts = [alone(model, data, int(member)) for member in members]
+        loss, counted = loss_sum(model, stack_items([rows[number]], np.arange(1)))
+        assert loss == pytest.approx(sum(part[0] for part in parts), rel=1e-12)
+        assert counted == sum(part[1] for part in parts)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_padding_never_counts_and_the_final_eos_does_even_where_they_are_one_id(packed: bool) -> None:
+    data = sequences()
+    rows = dataset(data, packed, pad=EOD)
+    items = [rows[n] for n in range(len(rows))]
+    assert sum(item["loss_mask"].sum() for item in items) == data.counted.sum()
+    ends = sum((item["labels"][item["loss_mask"]] == EOD).sum() for item in items)
+    assert ends >= len(data)
+    other = dataset(data, packed, pad=3)
+    for item, twin in zip(items, (other[n] for n in range(len(other))), strict=True):
+        assert (item["loss_mask"] == twin["loss_mask"]).all()
+        different = item["tokens"] != twin["tokens"]
+        assert not different[: item["loss_mask"].nonzero()[0][-1] + 1].any()
+
+
+def test_a_changed_token_changes_no_loss_of_another_sequence_in_its_row() -> None:
+    model = tiny_model(single_process_mesh(), FP64, init_method_std=0.2)
+    builder = SequenceBuilder()
+    for first in (1, 2, 3):
+        builder.add([first, 10, 11, 12, EOD], [False, False, True, True, True])
+    data = builder.build()
+    rows = dataset(data, packed=True)
+    assert len(rows) == 1
+    changed = TokenSequences(data.tokens.copy(), data.counted, data.begins)
+    changed.tokens[0] = 100
+
+    def losses(source: TokenSequences) -> torch.Tensor:
+        item = RowDataset(source, rows.rows, seq_length=32, pad=0, packed=True)[0]
+        batch = Microbatch.from_arrays(stack_items([item], np.zeros(1, dtype=np.int64)))
+        info = replace(plain_info(batch.tokens), position_ids=batch.position_ids, document_ids=batch.document_ids)
+        with torch.no_grad():
+            return model.token_losses(model(batch.tokens, info), batch.labels)[:, 0]
+
+    difference = (losses(data) - losses(changed)).abs()
+    assert (difference[1:4] > 1e-9).all()
+    assert (difference[4:] == 0).all()
+
+
+def test_the_worked_example() -> None:
+    builder = SequenceBuilder()
+    builder.add([1, 2, EOD], [False, True, True])
+    builder.add([4, 5, 6, EOD], [False, False, True, True])
+    item = dataset(builder.build(), packed=True, seq_length=8, pad=9)[0]
+    expected = {
+        "tokens": [1, 2, 4, 5, 6, 9, 9, 9],
+        "labels": [2, EOD, 5, 6, EOD, 9, 9, 9],
+        "loss_mask": [True, True, False, True, True, False, False, False],
+        "position_ids": [0, 1, 0, 1, 2, 0, 1, 2],
+        "document_ids": [0, 0, 1, 1, 1, 2, 2, 2],
+    }
+    assert {name: array.tolist() for name, array in item.items()} == expected
+    dtypes = {name: array.dtype.name for name, array in item.items()}
+    assert dtypes == {
+        "tokens": "int64",
+        "labels": "int64",
+        "loss_mask": "bool",
+        "position_ids": "int64",
+        "document_ids": "int32",
+    }
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 100, 1000])
+def test_best_fit_places_each_once_within_capacity_and_leaves_no_two_rows_that_could_be_one(capacity: int) -> None:
+    random = np.random.default_rng(capacity)
+    chosen = random.permutation(5000)[:3000]
+    places = random.integers(1, capacity + 1, 3000)
+    rows = Rows.best_fit(chosen, places, capacity)
+    assert sorted(rows.order.tolist()) == sorted(chosen.tolist())
+    need = dict(zip(chosen.tolist(), places.tolist(), strict=True))
+    filled = np.array([sum(need[n] for n in row) for row in np.split(rows.order, rows.begins[1:-1])])
+    assert filled.min() >= 1
+    assert filled.max() <= capacity
+    assert np.sort(filled)[:2].sum() > capacity  # best fit never opens a row while another has room
+    places_of_rows = [chosen.tolist().index(rows.order[begin]) for begin in rows.begins[:-1]]
+    assert places_of_rows == sorted(places_of_rows)
+
+
+def test_trimming_changes_no_loss_and_keeps_to_the_multiple() -> None:
+    model = tiny_model(single_process_mesh(), FP64, init_method_std=0.2)
+    rows = dataset(sequences(longest=20), packed=False)
+    for multiple in (1, 4, 32):
+        for first in range(0, 40, 4):
+            arrays = stack_items([rows[n] for n in range(first, first + 4)], np.arange(4))
+            short = trim(arrays, multiple)
+            longest = max(rows.sequences.lengths[first : first + 4]) - 1
+            assert short["tokens"].shape == (4, -(-longest // multiple) * multiple)
+            assert loss_sum(model, short)[0] == pytest.approx(loss_sum(model, arrays)[0], rel=1e-12)
+            assert loss_sum(model, short)[1] == loss_sum(model, arrays)[1]
+            assert short["sample_ids"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_microbatch_that_only_fills_up_is_as_short_as_can_be() -> None:
+    arrays = stack_items([dataset(sequences(), packed=False)[0]], np.zeros(1, dtype=np.int64))
+    arrays["loss_mask"][:] = False
+    assert trim(arrays, 4)["tokens"].shape == (1, 4)
+    assert trim(arrays)["tokens"].shape == (1, 1)

@@ -1,0 +1,350 @@
+"""Fine-tuning data: what a line becomes, what is cut, how it is divided and ordered, and each mistake told by line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config.errors import FlagError, UserError
+from megalite.data.document_mask import SampleSource
+from megalite.data.loader import microbatch_iterator
+from megalite.data.packing import RowDataset
+from megalite.data.sft import SftOptions, SftReader, build_sft_datasets, check_sft, hold_out
+from megalite.data.tokenizer_base import Tokenizer
+from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer
+from tests.data.chat_files import CONVERSATION, chat_tokenizer, pairs, write_lines
+from tests.data.corpora import sentencepiece_model
+
+NULL = NullTokenizer(99)
+EOD = 99
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_tokenizer(tmp_path_factory.mktemp("chat"))
+
+
+def options(*data: str, **changes: Any) -> SftOptions:
+    return SftOptions(**{"data": data, "seq_length": 64, "seed": 3, **changes})
+
+
+def counting(path: Path, lengths: list[tuple[int, int]]) -> str:
+    """Lines of NullTokenizer ids: so many in the prompt, so many in the completion."""
+    return write_lines(
+        path,
+        (
+            {"prompt": " ".join(["1"] * prompt), "completion": " ".join(str(2 + n % 90) for n in range(answer))}
+            for prompt, answer in lengths
+        ),
+    )
+
+
+def labels(dataset: RowDataset) -> list[list[int]]:
+    return [item["labels"][item["loss_mask"]].tolist() for item in (dataset[n] for n in range(len(dataset)))]
+
+
+def rows_of(source: SampleSource | None) -> RowDataset:
+    assert isinstance(source, RowDataset)
+    return source
+
+
+def test_a_pair_counts_its_completion_and_eos(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [{"prompt": "1 2 3", "completion": "4 5"}])
+    data = build_sft_datasets(options(file), NULL, None, (1, 0, 0))
+    item = rows_of(data.train)[0]
+    assert item["tokens"][:5].tolist() == [1, 2, 3, 4, 5]
+    assert item["labels"][:5].tolist() == [2, 3, 4, 5, EOD]
+    assert item["loss_mask"].tolist() == [False, False, True, True, True] + [False] * 59
+    assert "document_ids" not in item
+
+
+def test_a_pair_begins_with_what_the_tokenizer_puts_before_a_text_and_ends_with_one_eos(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    file = str(chat_tokenizer(tmp_path) / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(file)
+    names = ("<|begin|>", "<|im_end|>")
+    special = [(name, backend.token_to_id(name)) for name in names]
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin|> $A <|im_end|>", special_tokens=special
+    )
+    backend.save(file)
+    tokenizer = HuggingFaceTokenizer(str(tmp_path))
+    data = write_lines(tmp_path / "a.jsonl", [{"prompt": "The quick", "completion": " brown fox"}])
+    sequences, _ = SftReader(options(data), tokenizer, None).read([data], "--sft-data")
+    assert sequences.tokens.tolist() == tokenizer.tokenize("The quick brown fox")
+    assert sequences.counted.sum() == len(backend.encode(" brown fox", add_special_tokens=False).ids) + 1
+
+
+def test_conversations_and_pairs_may_share_a_file(tmp_path: Path, chat_folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(str(chat_folder))
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": CONVERSATION}, *pairs(1)])
+    sequences, report = SftReader(options(file, seq_length=999), tokenizer, str(chat_folder)).read([file], "--sft-data")
+    first, second = (
+        tokenizer.detokenize(sequences.tokens[a:b][sequences.counted[a:b]])
+        for a, b in zip(sequences.begins, sequences.begins[1:], strict=False)
+    )
+    assert first == "4, of course.\n\nIsn't it?👍🏽 def add(a: int, b: int)"
+    assert second == " 0"
+    assert (report.samples, report.truncated, report.dropped) == (2, 0, 0)
+    assert report.answer_tokens == sequences.counted.sum()
+
+
+def test_a_tokenizer_that_reads_no_special_tokens_works_with_the_built_in_template(tmp_path: Path) -> None:
+    tokenizer = SentencePieceTokenizer(sentencepiece_model(tmp_path))
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": CONVERSATION}])
+    reader = SftReader(options(file, seq_length=999, chat_template="chatml"), tokenizer, None)
+    sequences, _ = reader.read([file], "--sft-data")
+    assert (sequences.tokens == tokenizer.eod).sum() == len(CONVERSATION)
+    assert (sequences.tokens[sequences.counted] == tokenizer.eod).sum() == 2
+    assert sequences.tokens[-1] == tokenizer.eod
+
+
+def test_what_truncation_costs_is_counted(tmp_path: Path) -> None:
+    # A row of 10 places holds 11 tokens. Completions have an EOS more.
+    lengths = [(5, 5), (5, 6), (8, 7), (10, 3), (11, 3), (30, 2), (0, 9)]
+    file = counting(tmp_path / "a.jsonl", lengths)
+    for packing in (False, True):
+        chosen = options(file, seq_length=10, packing=packing)
+        data = build_sft_datasets(chosen, NULL, None, (1, 0, 0))
+        _, report = SftReader(chosen, NULL, None).read([file], "--sft-data")
+        assert (report.samples, report.truncated, report.dropped) == (5, 3, 2)
+        assert report.lost_tokens == 1 + 5 + 3
+        assert report.dropped_tokens == 4 + 3
+        assert report.answer_tokens == 6 + 6 + 3 + 1 + 9
+        told = "\n".join(data.notes)
+        assert "3 samples were cut to --seq-length 10 and lost 9 answer tokens" in told
+        assert "2 samples with 7 answer tokens were left out" in told
+        rows = rows_of(data.train)
+        assert sum(map(len, labels(rows))) == report.answer_tokens
+    exact = build_sft_datasets(options(counting(tmp_path / "b.jsonl", [(5, 5)]), seq_length=10), NULL, None, (1, 0, 0))
+    assert not any("cut" in note for note in exact.notes)
+
+
+def test_the_context_after_the_last_answer_that_fits_is_cut_too(tmp_path: Path, chat_folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(str(chat_folder))
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": CONVERSATION}, {"messages": CONVERSATION[:3]}])
+    reader = SftReader(options(file, seq_length=10_000), tokenizer, str(chat_folder))
+    whole, _ = reader.read([file], "--sft-data")
+    short = int(whole.lengths[1])
+    cut, report = SftReader(options(file, seq_length=short + 5), tokenizer, str(chat_folder)).read([file], "--sft-data")
+    assert cut.lengths.tolist() == [short, short]
+    assert (report.truncated, report.dropped) == (1, 0)
+
+
+@pytest.mark.parametrize("policy, kept", [("truncate", 2), ("drop", 1)])
+def test_an_answer_longer_than_a_row_is_an_error_unless_asked_otherwise(tmp_path: Path, policy: str, kept: int) -> None:
+    file = counting(tmp_path / "a.jsonl", [(2, 9), (2, 10)])
+    with pytest.raises(UserError, match=r"a\.jsonl:2: an answer has 11 tokens, more than --seq-length 10"):
+        build_sft_datasets(options(file, seq_length=10), NULL, None, (1, 0, 0))
+    data = build_sft_datasets(options(file, seq_length=10, long_answers=policy), NULL, None, (1, 0, 0))
+    assert len(rows_of(data.train)) == kept
+
+
+BAD = [
+    ({"messages": [{"role": "human", "content": "x"}]}, 'message 1 has the role "human"; known are system, user'),
+    ({"messages": [{"content": "x"}]}, "message 1 has no role"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, r'message 1 has the role \["user"\]'),
+    ({"messages": [*CONVERSATION[:2], {"role": "assistant", "content": " \n"}]}, "message 3 is an empty answer"),
+    (
+        {"messages": [*CONVERSATION[:2], {"role": "assistant", "content": None}]},
+        "message 3.*must be a string, not null",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "message 1 .user. must be a string, not"),
+    ({"messages": CONVERSATION[:2]}, "no assistant turn"),
+    ({"messages": []}, r"messages must be a list .* not \[\]"),
+    ({"messages": "hello"}, "messages must be a list"),
+    ({"messages": ["hello"]}, "message 1 must be an object"),
+    ({"messages": CONVERSATION, "tools": "f"}, "tools must be a list"),
+    ({"prompt": "a", "completion": ""}, "the completion is empty"),
+    ({"prompt": "a", "completion": 5}, "completion must be a string, not 5"),
+    ({"prompt": None, "completion": "a"}, "prompt must be a string, not null"),
+    ({"prompt": "a"}, "messages, or prompt and completion, are needed; the line's keys: prompt"),
+    ({"conversations": []}, "the line's keys: conversations"),
+    ({}, "the line's keys: none"),
+]
+
+
+@pytest.mark.parametrize("value, message", BAD, ids=[str(n) for n in range(len(BAD))])
+def test_a_bad_line_is_told_by_file_and_line(
+    tmp_path: Path, chat_folder: Path, value: dict[str, Any], message: str
+) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": CONVERSATION}, value])
+    with pytest.raises(UserError, match=r"a\.jsonl:2: .*" + message) as caught:
+        build_sft_datasets(
+            options(file, seq_length=999), HuggingFaceTokenizer(str(chat_folder)), str(chat_folder), (1, 0, 0)
+        )
+    assert str(caught.value).count("a.jsonl") == 1
+
+
+def test_bad_json_and_what_the_template_or_tokenizer_refuses_name_the_line(tmp_path: Path, chat_folder: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1", "completion": "2"}\n{"prompt": "1", "completion')
+    with pytest.raises(UserError, match=r"a\.jsonl:2: broken JSON"):
+        build_sft_datasets(options(str(tmp_path / "a.jsonl")), NULL, None, (1, 0, 0))
+    file = write_lines(tmp_path / "b.jsonl", [{"prompt": "1", "completion": "two"}])
+    with pytest.raises(UserError, match=r"b\.jsonl:1: NullTokenizer reads ids"):
+        build_sft_datasets(options(file), NULL, None, (1, 0, 0))
+    (tmp_path / "t.jinja").write_text("{{ raise_exception('no system role') }}")
+    file = write_lines(tmp_path / "c.jsonl", [{"messages": CONVERSATION}])
+    with pytest.raises(UserError, match=r"c\.jsonl:1: the chat template .*t\.jinja refuses it: no system role"):
+        build_sft_datasets(
+            options(file, chat_template=str(tmp_path / "t.jinja")),
+            HuggingFaceTokenizer(str(chat_folder)),
+            None,
+            (1, 0, 0),
+        )
+
+
+class NoEnd(NullTokenizer):
+    """A tokenizer without EOS."""
+
+    def __init__(self) -> None:
+        super().__init__(99)
+        self.eod = None
+
+
+def test_a_tokenizer_without_eos_or_template_is_told_before_anything_is_read(tmp_path: Path) -> None:
+    pair = counting(tmp_path / "a.jsonl", [(1, 1)])
+    with pytest.raises(FlagError, match="--sft-data needs a tokenizer with an end-of-document id"):
+        build_sft_datasets(options(pair), NoEnd(), None, (1, 0, 0))
+    bare = chat_tokenizer(tmp_path / "bare", None)
+    chat = write_lines(tmp_path / "b.jsonl", [{"messages": CONVERSATION}])
+    with pytest.raises(FlagError, match="no chat template .*--chat-template chatml"):
+        build_sft_datasets(options(chat), HuggingFaceTokenizer(str(bare)), str(bare), (1, 0, 0))
+
+
+def test_the_first_lines_show_what_is_wrong_with_flags_and_files(tmp_path: Path) -> None:
+    bare = chat_tokenizer(tmp_path / "bare", None)
+    tokenizer = HuggingFaceTokenizer(str(bare))
+    good = write_lines(tmp_path / "a.jsonl", pairs(2))
+    bad = write_lines(tmp_path / "b.jsonl", [{"messages": CONVERSATION}])
+
+    def problems(used: Tokenizer = tokenizer, **changes: Any) -> list[str]:
+        return check_sft(options(*changes.pop("data", [good]), **changes), used, str(bare))
+
+    assert problems() == []
+    assert problems(valid_share=0.5) == []
+    (missing,) = problems(valid_data=["none.jsonl"])
+    assert missing == "--sft-valid-data none.jsonl: no such file"
+    (template,) = problems(data=[good, bad])
+    assert "no chat template" in template
+    (end,) = problems(NoEnd())
+    assert "end-of-document id" in end
+    assert len(problems(valid_share=1.0)) == 1
+    assert len(problems(valid_share=0.5, valid_data=[good])) == 1
+
+
+def test_a_file_without_samples_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n")
+    with pytest.raises(UserError, match=r"--sft-data .*a\.jsonl: it has no samples"):
+        build_sft_datasets(options(str(tmp_path / "a.jsonl")), NULL, None, (1, 0, 0))
+    file = counting(tmp_path / "b.jsonl", [(70, 2), (80, 2)])
+    with pytest.raises(UserError, match="none of its 2 samples fits --seq-length"):
+        build_sft_datasets(options(file), NULL, None, (1, 0, 0))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_held_out_share_is_chosen_by_the_seed_and_apart_from_training(tmp_path: Path, packing: bool) -> None:
+    file = write_lines(tmp_path / "a.jsonl", ({"prompt": "1", "completion": f" {n + 5}"} for n in range(90)))
+
+    def sets(seed: int) -> tuple[set[int], set[int]]:
+        chosen = options(file, seed=seed, valid_share=0.2, packing=packing)
+        data = build_sft_datasets(chosen, NULL, None, (1, 1, 0))
+        return tuple(  # type: ignore[return-value]
+            {ids for row in labels(rows_of(source)) for ids in row} - {EOD} for source in (data.train, data.valid)
+        )
+
+    train, valid = sets(1)
+    assert len(valid) == 18
+    assert train | valid == set(range(5, 95))
+    assert not train & valid
+    assert sets(1) == (train, valid)
+    assert sets(2) != (train, valid)
+
+
+def test_a_share_always_leaves_something_on_both_sides() -> None:
+    for samples, share, sizes in ((2, 0.01, (1, 1)), (3, 0.99, (1, 2)), (1000, 0.1, (900, 100))):
+        train, valid = hold_out(samples, share, 0)
+        assert (len(train), len(valid)) == sizes
+        assert sorted([*train, *valid]) == list(range(samples))
+    with pytest.raises(UserError, match="only 1 sample"):
+        hold_out(1, 0.5, 0)
+
+
+def test_a_second_file_is_the_validation_set(tmp_path: Path) -> None:
+    train = counting(tmp_path / "a.jsonl", [(1, 1)] * 5)
+    valid = counting(tmp_path / "b.jsonl", [(1, 2)] * 3)
+    data = build_sft_datasets(options(train, valid_data=[valid]), NULL, None, (20, 6, 0))
+    assert (len(rows_of(data.train)), len(rows_of(data.valid))) == (5, 3)
+    assert data.test is None
+    assert [(each.split, each.documents, each.samples, each.epochs) for each in data.summaries] == [
+        ("train", 5, 20, 4.0),
+        ("valid", 3, 6, 2.0),
+    ]
+    assert build_sft_datasets(options(train, valid_data=[valid]), NULL, None, (20, 0, 0)).valid is None
+
+
+def test_files_are_read_one_after_the_other_compressed_or_not(tmp_path: Path) -> None:
+    first = counting(tmp_path / "a.jsonl", [(1, 1)])
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"prompt": "1", "completion": "7"}).encode()))
+    data = build_sft_datasets(options(first, str(tmp_path / "b.jsonl.gz")), NULL, None, (1, 0, 0))
+    assert labels(rows_of(data.train)) == [[2, EOD], [7, EOD]]
+
+
+def served(dataset: SampleSource, count: int, *, dp_size: int = 1, start: int = 0, workers: int = 0) -> list[list[int]]:
+    """Labels of each sample in the order of consumption, over all data-parallel ranks, each pass shuffled."""
+    found: dict[int, list[int]] = {}
+    for rank in range(dp_size):
+        with microbatch_iterator(
+            dataset,
+            start_sample=start,
+            micro_batch_size=2,
+            dp_rank=rank,
+            dp_size=dp_size,
+            num_workers=workers,
+            seed=3,
+            dataloader_type="cyclic",
+        ) as batches:
+            for batch in islice(batches, count // (2 * dp_size)):
+                for row, number in enumerate(batch.sample_ids.tolist()):
+                    found[number] = batch.labels[row][batch.loss_mask[row]].tolist()
+    return [found[number] for number in sorted(found)]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_epochs_are_shuffled_anew_and_the_same_for_every_layout_and_start(tmp_path: Path, packing: bool) -> None:
+    file = counting(tmp_path / "a.jsonl", [(3, 1 + n % 20) for n in range(41)])
+    dataset = rows_of(build_sft_datasets(options(file, packing=packing), NULL, None, (1, 0, 0)).train)
+    size = len(dataset)
+    count = 3 * size // 4 * 4
+    order = served(dataset, count)
+    epochs = [order[:size], order[size : 2 * size]]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(labels(dataset))
+    assert epochs[0] != epochs[1]
+    assert served(dataset, count, dp_size=2, workers=1) == order
+    assert served(dataset, count - 8, start=8) == order[8:]
+
+
+def test_packing_serves_every_sample_once_in_fewer_rows(tmp_path: Path) -> None:
+    file = counting(tmp_path / "a.jsonl", [(1 + n % 7, 1 + n % 23) for n in range(300)])
+    padded, packed = (
+        rows_of(build_sft_datasets(options(file, packing=packing), NULL, None, (1, 0, 0)).train)
+        for packing in (False, True)
+    )
+    assert sorted(packed.rows.order.tolist()) == list(range(300))
+    assert packed.sequences.counted.sum() == padded.sequences.counted.sum() == sum(map(len, labels(packed)))
+    filled = (padded.sequences.lengths - 1).sum() / (len(packed) * 64)
+    assert filled > 0.95
+    notes = build_sft_datasets(options(file, packing=True), NULL, None, (1, 0, 0)).notes
+    assert f"300 samples packed into {len(packed)} rows, {filled:.1%}" in notes[-1]
+
+
+def test_memory_is_five_bytes_a_token(tmp_path: Path) -> None:
+    file = counting(tmp_path / "a.jsonl", [(20, 20)] * 50)
+    sequences = rows_of(build_sft_datasets(options(file), NULL, None, (1, 0, 0)).train).sequences
+    assert (sequences.tokens.dtype.name, sequences.counted.dtype.name) == ("int32", "bool")
+    assert sequences.tokens.nbytes + sequences.counted.nbytes == 5 * 41 * 50
