@@ -24,7 +24,7 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(table, ids)
         ctx.sink = sink_of(table)
-        return table[ids]
+        return table[ids.contiguous()]  # the result follows the strides of the indices
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:

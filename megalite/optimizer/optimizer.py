@@ -23,7 +23,7 @@ from megalite.optimizer.gradient_norm import OwnedViews, combine, global_names
 from megalite.optimizer.reduction import GradientReducer, Recorder
 from megalite.optimizer.sharding import Sharding, Unit
 from megalite.optimizer.transport import Transport
-from megalite.optimizer.update import Updater, build_segments
+from megalite.optimizer.update import Updater, build_segments, state_bytes
 from megalite.precision.policy import Precision
 
 
@@ -81,6 +81,13 @@ class Optimizer:
     def begin_step(self, microbatches: int) -> None:
         """Clear the main gradients before a step's first backward."""
         self.reducer.begin(microbatches)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes that this rank keeps between steps: `parameters`, main `gradients`, `main` parameters, `moments`; and
+        how many of the last two are on the `host`."""
+        parameters = sum((b.held_params if self.sharding.parameters else b.params).nbytes for b in self.buckets)
+        gradients = sum((b.held_grads if b.grads is None else b.grads).nbytes for b in self.buckets)
+        return {"parameters": parameters, "gradients": gradients, **state_bytes(self.updater.segments)}
 
     def forward_begins(self) -> None:
         """A chunk is about to run forward."""

@@ -6,12 +6,13 @@ default a part of it runs in which every two values of different axes meet.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
 from megalite.distributed.pool import ProcessPool
-from megalite.verify.layouts import Variant, variants
+from megalite.verify.layouts import SHARDINGS, Variant, variants
 from megalite.verify.proof import Prover
 from tests.verify.networks import network
 
@@ -19,11 +20,16 @@ TOLERANCE = 1e-10
 RECOMPUTE = (None, "full", "selective")
 Case = tuple[Variant, bool, float, bool]  # layout, tied, dropout, Llama's kinds of layer
 
-FULL: list[Case] = [
+CASES: list[Case] = [
     (variant, tied, dropout, tied != bool(dropout))
     for variant in variants(8, RECOMPUTE)
     for tied in (True, False)
     for dropout in (0.0, 0.1)
+]
+# Every case with two data-parallel ranks shards in one of the four ways, by turns.
+FULL: list[Case] = [
+    (dataclasses.replace(variant, sharding=SHARDINGS[number % 4] if variant.dp > 1 else "no_shard"), *rest)
+    for number, (variant, *rest) in enumerate(CASES)
 ]
 
 
@@ -32,7 +38,7 @@ def _values(case: Case) -> list[tuple[str, object]]:
     return [
         ("tp", (variant.tp, variant.sequence_parallel)),
         ("pp", (variant.pp, variant.chunks, variant.schedule)),
-        ("dp", variant.dp),
+        ("dp", (variant.dp, variant.sharding)),
         ("recompute", variant.recompute),
         ("tied", tied),
         ("dropout", dropout),

@@ -1,0 +1,116 @@
+"""ZeRO's stages compute the same, hold and send what the formulas say."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalite.distributed.pool import ProcessPool
+from megalite.verify.layouts import Variant
+from megalite.verify.proof import Prover
+from tests.optimizer.zero_runs import STRATEGIES, Outcome, run_zero, same, zero_config
+from tests.verify.networks import network
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def first(outcomes: list[Outcome]) -> Outcome:
+    return outcomes[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_with_one_microbatch_all_stages_are_equal_bit_by_bit(pool: ProcessPool, precision: str) -> None:
+    bf16 = precision == "bf16"
+    outcomes = [first(run_zero(pool, zero_config(strategy, bf16=bf16), 2)) for strategy in STRATEGIES]
+    assert all(same(outcomes[0], other) for other in outcomes[1:])
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_with_several_microbatches_0_is_1_and_2_is_3_bit_by_bit(pool: ProcessPool, tied: bool) -> None:
+    config = [zero_config(strategy, microbatches=3, tied=tied) for strategy in STRATEGIES]
+    none, optim, grads, params = (first(run_zero(pool, each, 2)) for each in config)
+    assert same(none, optim)
+    assert same(grads, params)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_overlap_changes_no_bit(pool: ProcessPool, strategy: str) -> None:
+    plain = first(run_zero(pool, zero_config(strategy, microbatches=2), 2))
+    overlap = OVERLAP if strategy != "no_shard" else {"overlap_grad_reduce": True}
+    assert same(plain, first(run_zero(pool, zero_config(strategy, microbatches=2, **overlap), 2)))
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_bucket_sizes_from_one_parameter_to_all_change_no_bit(pool: ProcessPool, strategy: str) -> None:
+    overlap = OVERLAP if strategy != "no_shard" else {"overlap_grad_reduce": True}
+    outcomes = [
+        first(run_zero(pool, zero_config(strategy, microbatches=2, ddp_bucket_size=size, **overlap), 2))
+        for size in (1, 5_000, 10**9)
+    ]
+    assert len(outcomes[0].buckets) > len(outcomes[1].buckets) > len(outcomes[2].buckets) == 1
+    assert all(same(outcomes[0], other) for other in outcomes[1:])
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.3])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
+def test_an_update_on_the_host_changes_no_bit(pool: ProcessPool, strategy: str, fraction: float) -> None:
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    plain, hosted = (first(run_zero(pool, zero_config(strategy, **flags), 2)) for flags in ({}, offload))
+    assert same(plain, hosted)
+    assert hosted.held["host"] >= 0.9 * fraction * 12 * hosted.held["elements"] / (2 if strategy != "no_shard" else 1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_four_shards_equal_one_process(pool: ProcessPool, strategy: str) -> None:
+    """Other layouts with sharding: see the matrix of `verify`."""
+    config = Variant(dp=4, sharding=strategy).apply(network())
+    difference = Prover(pool, steps=10).prove(config, 4)
+    assert difference.worst <= 1e-10, difference
+
+
+BYTES = {  # per parameter in bf16 with fp32 gradients: parameters, gradients, main parameters, moments
+    "no_shard": lambda d: (2, 4, 4, 8),
+    "optim": lambda d: (2, 4, 4 / d, 8 / d),
+    "optim_grads": lambda d: (2, 4 / d, 4 / d, 8 / d),
+    "optim_grads_params": lambda d: (2 / d, 4 / d, 4 / d, 8 / d),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_holds_what_the_formulas_say(pool: ProcessPool, strategy: str, ranks: int) -> None:
+    for outcome in run_zero(pool, zero_config(strategy, dp=ranks, bf16=True), ranks, steps=1):
+        expected = [share * outcome.held["elements"] for share in BYTES[strategy](ranks)]
+        assert [outcome.held[kind] for kind in ("parameters", "gradients", "main", "moments")] == expected
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_at_most_the_two_largest_units_are_gathered_at_a_time(pool: ProcessPool, overlap: bool) -> None:
+    flags = OVERLAP if overlap else {}
+    for outcome in run_zero(pool, zero_config("optim_grads_params", microbatches=2, **flags), 2, steps=2):
+        assert 0 < outcome.peak_gathered <= sum(sorted(outcome.buckets)[-2:])
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "overlap"), [(2, 1, False), (2, 3, True), (4, 3, False)])
+def test_a_rank_sends_what_the_formulas_say(pool: ProcessPool, ranks: int, microbatches: int, overlap: bool) -> None:
+    """In (d - 1)/d of the buckets' bytes: 2 for a reduction and a gather. Stages 2 and 3 reduce every microbatch.
+
+    Stage 3 gathers for every forward and every backward, but for what isn't needed or is there already: the embedding
+    in a backward, which reads no values; the output layer, whose backward follows its forward; and where gathers run
+    ahead the first layer, whose forward follows its backward.
+    """
+    for strategy in STRATEGIES:
+        flags = (OVERLAP if strategy != "no_shard" else {"overlap_grad_reduce": True}) if overlap else {}
+        config = zero_config(strategy, dp=ranks, microbatches=microbatches, **flags)
+        for outcome in run_zero(pool, config, ranks, steps=2):
+            sizes = outcome.bucket_sizes
+            spared = microbatches * (sizes["embedding.word_embeddings.weight"] + sizes["output_layer.weight"])
+            if overlap:
+                spared += (microbatches - 1) * sizes["decoder.layers.0.mlp.linear_fc1.weight"]
+            whole = outcome.held["elements"]
+            elements = {
+                "no_shard": 2 * whole,
+                "optim": 2 * whole,
+                "optim_grads": (1 + microbatches) * whole,
+                "optim_grads_params": 3 * microbatches * whole - spared,
+            }[strategy]
+            assert outcome.bytes_per_step == 4 * elements * (ranks - 1) // ranks, strategy

@@ -1,0 +1,113 @@
+"""Short runs with any sharding, as functions for the workers of a pool."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.config.schema import RunConfig
+from megalite.distributed.collectives import all_gather_objects
+from megalite.distributed.launch import Environment
+from megalite.distributed.layout import Layout
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.pieces import Piece
+from megalite.distributed.pool import ProcessPool
+from megalite.optimizer.gathering import UnitGatherer
+from megalite.training.prepare import prepare_config
+from megalite.training.run import Run
+from megalite.verify.configs import resolved
+from tests.verify.networks import network
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank saw. `values`: whole logical tensors of parameters and state after the last step (first rank only).
+    `bytes_per_step`: sent in the last step. `held`: bytes of parameters, gradients, main parameters and moments, and
+    elements of its buckets. `peak_gathered`: elements, of sharded parameters. `bucket_sizes`: elements of the bucket
+    that a parameter is in. `buckets`: of every bucket."""
+
+    losses: list[float]
+    norms: list[float]
+    values: dict[str, Tensor]
+    bytes_per_step: int
+    held: dict[str, int]
+    peak_gathered: int
+    bucket_sizes: dict[str, int]
+    buckets: list[int]
+
+
+def zero_config(strategy: str, *, microbatches: int = 1, dp: int = 2, **overrides: Any) -> RunConfig:
+    """The proof network in fp32, untied; `overrides` are fields of any section."""
+    config = network(tied=overrides.pop("tied", False), dropout=0.0, llama=overrides.pop("llama", False))
+    config.precision.fp64 = overrides.pop("fp64", False)
+    config.training.global_batch_size = microbatches * dp
+    config.layout.data_parallel_sharding_strategy = strategy
+    for name, value in overrides.items():
+        section = next(s for s in vars(config).values() if hasattr(s, name))
+        setattr(section, name, value)
+    return config
+
+
+def assemble_pieces(pieces: list[Piece], mesh: Mesh) -> dict[str, Tensor]:
+    """Whole logical tensors on every rank, of pieces that ranks share out. Collective over the world."""
+    parts = [
+        (piece.name, piece.spec.shape, start, view.clone()) for piece in pieces for _, start, view in piece.held()
+    ]
+    result: dict[str, Tensor] = {}
+    for name, shape, start, view in (part for mine in all_gather_objects(parts, mesh.world) for part in mine):
+        whole = result.setdefault(name, torch.full(shape, math.nan, dtype=view.dtype))
+        whole[tuple(slice(a, a + n) for a, n in zip(start, view.shape, strict=True))] = view
+    return result
+
+
+def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int) -> Outcome:
+    """Run some steps of a resolved configuration."""
+    size = mesh.world.size
+    environment = Environment(mesh.rank, size, mesh.rank, size)
+    run = Run(prepare_config(RunConfig.from_dict(values), environment), mesh)
+    records, sent = [], 0
+    for _ in range(steps):
+        before = run.optimizer.transport.traffic.bytes_sent
+        records.append(run.trainer.step())
+        run.optimizer.settle()
+        sent = run.optimizer.transport.traffic.bytes_sent - before
+    optimizer = run.optimizer
+    pieces = [*optimizer.parameter_pieces().values()]
+    pieces += [piece._replace(name=key) for key, piece in optimizer.named_state()]
+    whole = assemble_pieces(pieces, mesh)
+    gatherer = optimizer.gatherer
+    run.close()
+    buckets = optimizer.buckets
+    return Outcome(
+        losses=[record.lm_loss for record in records],
+        norms=[record.grad_norm for record in records],
+        values=whole if mesh.is_first else {},
+        bytes_per_step=sent,
+        held=optimizer.held_bytes() | {"elements": sum(bucket.size for bucket in buckets)},
+        peak_gathered=gatherer.peak_elements if isinstance(gatherer, UnitGatherer) else 0,
+        bucket_sizes={slot.name: bucket.size for bucket in buckets for slot in bucket.slots},
+        buckets=[bucket.size for bucket in buckets],
+    )
+
+
+def run_zero(pool: ProcessPool, config: RunConfig, world_size: int, steps: int = 10) -> list[Outcome]:
+    """`train` on every rank of an unresolved configuration."""
+    given = resolved(config, world_size)
+    layout = Layout.from_config(given.layout, world_size)
+    return pool.run(train, world_size, given.to_dict(), steps, layout=layout, timeout=120)
+
+
+def same(a: Outcome, b: Outcome) -> bool:
+    """Losses, norms, parameters, main parameters and moments equal bit by bit."""
+    return (
+        a.losses == b.losses
+        and a.norms == b.norms
+        and a.values.keys() == b.values.keys()
+        and all(torch.equal(a.values[name], b.values[name]) for name in a.values)
+    )
