@@ -39,6 +39,7 @@ TEST = [
 ]
 DEV = [
     *TEST,
+    "peft==0.21.2",  # the independent truth for adapters and their files, so one release exactly
     "ruff>=0.17.6,<0.18",  # lint and format; a minor release may format otherwise
     "mypy>=2.4.1,<2.5",  # type checker
     "types-tqdm>=4.70.0.20261106,<5",  # tqdm ships no types

@@ -1,32 +1,43 @@
-"""Let a trained model continue prompts. See megalite/inference/."""
+"""Let a trained model continue prompts, talk, or serve. See megalite/inference/."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.cli import run_tool
-from megalite.config.errors import FlagError
 from megalite.config.flags import FlagParser, add_section, explicit_fields, parse_namespace
-from megalite.inference.options import add_generation_flags, read_generation_options
+from megalite.inference.options import add_generation_flags, check_mode, read_generation_options, read_prompt
+
+if TYPE_CHECKING:
+    from megalite.inference.load import LoadedModel
 
 
 def parser() -> FlagParser:
-    flags = FlagParser("generate.py", "Let a trained model continue prompts.")
-    group = flags.add_argument_group("model", "network, tokenizer and number format are those of the checkpoint")
-    group.add_argument("--load", required=True, metavar="DIR", help="folder that training saved checkpoints in")
-    group.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
+    flags = FlagParser("generate.py", "Let a trained model continue prompts, talk, or serve.")
+    add = flags.add_argument_group("model", "network, tokenizer, number format are those of the folder").add_argument
+    add("--load", metavar="DIR", help="folder that training saved checkpoints in")
+    add("--ckpt-step", type=int, metavar="N", help="iteration of --load (default: the newest)")
+    add("--load-hf", metavar="DIR", help="Hugging Face folder, instead of --load")
+    add("--adapter", metavar="DIR", help="folder of an adapter in PEFT's format, on top of the model (default: none)")
     add = flags.add_argument_group("prompts", "any number of both, each continued on its own").add_argument
     text = "a prompt; one that begins with @ or - goes behind an equals sign: --prompt=@TEXT"
     add("--prompt", dest="prompts", action="append", metavar="TEXT", help=text)
     file = "file whose text is one prompt; a line break at its end is left out"
     add("--prompt-file", dest="prompts", action="append", type=read_prompt, metavar="FILE", help=file)
+    add = flags.add_argument_group("conversation").add_argument
+    chat = "prompts are what a user says; without any, talk in the terminal (default: off)"
+    add("--chat", action="store_true", help=chat)
+    template = "file of a chat template, or chatml for the built-in one (default: the tokenizer's own)"
+    add("--chat-template", metavar="FILE", help=template)
+    add("--system", metavar="TEXT", help="system message that begins each conversation (default: the template's)")
+    serve = "answer OpenAI's completions and chat completions on 127.0.0.1 until Ctrl-C; 0 takes any free port"
+    add("--serve", type=int, metavar="PORT", help=f"{serve} (default: off)")
     add_generation_flags(flags)
     group = flags.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one object a line: prompt, text, tokens (default: off)")
@@ -36,34 +47,27 @@ def parser() -> FlagParser:
     return flags
 
 
-def read_prompt(path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8").removesuffix("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"{path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+def put_adapter(loaded: LoadedModel, folder: str) -> None:
+    """On the model, unmerged."""
+    from megalite.peft.adapter import load_adapter
+    from megalite.precision.policy import Precision
+
+    kind = load_adapter(
+        loaded.model, folder, mesh=loaded.mesh, precision=Precision.from_config(loaded.config.precision)
+    )
+    loaded.notes.append(f"with the {kind.peft} adapter {folder}")
 
 
 def main(arguments: list[str]) -> int:
     given, _ = parse_namespace(parser(), arguments)
-    options = read_generation_options(given)
-    if not given.prompts:
-        raise FlagError("--prompt or --prompt-file is missing: there is nothing to continue")
-    from megalite.inference.load import load_for_generation
-    from megalite.inference.text import complete
+    check_mode(given)
+    options = read_generation_options(given, max_new_tokens=64 if given.prompts else 512)
+    from megalite.inference import command
 
-    overrides = {path: getattr(given, path) for path in explicit_fields(given)}
-    loaded = load_for_generation(given.load, step=given.ckpt_step, given=overrides)
-    print(*loaded.notes, *options.notes(), sep="\n", file=sys.stderr)
-    live = len(given.prompts) == 1 and not given.json and sys.stdout.isatty()
-    show = (lambda _, text: print(text, end="", flush=True)) if live else None
-    results = complete(loaded.model, loaded.tokenizer, given.prompts, options, show=show)
-    for number, result in enumerate(results, start=1):
-        if given.json:
-            print(json.dumps(vars(result)))
-            continue
-        if len(results) > 1:
-            print(f"--- prompt {number} of {len(results)} ---")
-        print("" if live else result.prompt + result.text)
+    loaded = command.load(given, {path: getattr(given, path) for path in explicit_fields(given)})
+    if given.adapter is not None:
+        put_adapter(loaded, given.adapter)
+    command.run(loaded, given, options)
     return 0
 
 

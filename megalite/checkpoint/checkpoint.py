@@ -33,6 +33,7 @@ _NETWORK = (
     "num_query_groups",
     "kv_channels",
     "max_position_embeddings",
+    "model_vocab_size",
     "tokenizer_type",
     "tokenizer_model",
     "vocab_size",

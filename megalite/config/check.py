@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalite.config.check_finetune import finetune_problems, idle_beside_sft_data
 from megalite.config.check_network import layout_problems, model_problems, precision_problems
+from megalite.config.check_peft import peft_problems
 from megalite.config.check_run import (
     batch_problems,
     checkpoint_problems,
@@ -44,7 +46,9 @@ def check(config: RunConfig, world_size: int) -> list[str]:
         *batch_problems(config, world_size),
         *training_problems(config),
         *learning_rate_problems(config),
-        *data_problems(config),
+        *(data_problems(config) if config.finetune.sft_data is None else ()),
+        *finetune_problems(config),
+        *peft_problems(config),
         *tokenizer_problems(config),
         *checkpoint_problems(config),
         *reporting_problems(config),
@@ -94,7 +98,8 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
     if not config.logging.profile:
         yield "without --profile", ["logging.profile_step_start", "logging.profile_step_end"]
     if not config.model.use_rope_scaling:
-        yield "without --use-rope-scaling", ["model.rope_scaling_factor"]
+        names = ["scaling_factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+        yield "without --use-rope-scaling", [f"model.rope_{name}" for name in names]
     checkpoint, rate = config.checkpoint, config.learning_rate
     if checkpoint.save is None or config.validation.skip_train:
         yield "where nothing is saved", ["checkpoint.save_optim", "checkpoint.save_rng"]
@@ -115,6 +120,7 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         yield "with --eval-iters 0", ["validation.eval_interval", "validation.full_validation"]
     if config.data.mock_data:
         yield "with --mock-data", ["data.split", "data.data_cache_path", "data.mmap_bin_files"]
+    yield from idle_beside_sft_data(config)
     if config.learning_rate.lr_decay_style != "WSD":
         yield "without --lr-decay-style WSD", ["learning_rate.lr_wsd_decay_style"]
 

@@ -53,6 +53,11 @@ def _position_problems(config: RunConfig) -> Iterator[str]:
             if get(config, path) != fields[path].default:
                 yield f"{fields[path].show(get(config, path))} needs --position-embedding-type rope, not {kind}"
         return
+    if model.rope_high_freq_factor <= model.rope_low_freq_factor:
+        yield (
+            f"--rope-high-freq-factor {model.rope_high_freq_factor} must be above --rope-low-freq-factor "
+            f"{model.rope_low_freq_factor}"
+        )
     width = model.kv_channels
     if width is None and model.hidden_size is not None and model.num_attention_heads:
         width = model.hidden_size // model.num_attention_heads

@@ -20,7 +20,7 @@ TOKENIZER_NEEDS = {
 }
 
 
-def _needs(config: RunConfig, needed: bool, reason: str, *paths: str) -> Iterator[str]:
+def needs(config: RunConfig, needed: bool, reason: str, *paths: str) -> Iterator[str]:
     """One line for each of `paths` that was set although what it needs is absent."""
     if needed:
         return
@@ -108,9 +108,9 @@ def _recompute_problems(config: RunConfig) -> Iterator[str]:
         yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
     if granularity != "full":
         paths = ("training.recompute_method", "training.recompute_num_layers")
-        yield from _needs(config, False, "--recompute-granularity full", *paths)
+        yield from needs(config, False, "--recompute-granularity full", *paths)
     selective = granularity == "selective" or training.recompute_activations
-    yield from _needs(config, selective, "--recompute-granularity selective", "training.recompute_modules")
+    yield from needs(config, selective, "--recompute-granularity selective", "training.recompute_modules")
     for module in training.recompute_modules or []:
         if module not in RECOMPUTE_MODULES:
             yield f"--recompute-modules {module}: valid are {', '.join(RECOMPUTE_MODULES)}"
@@ -124,7 +124,7 @@ def learning_rate_problems(config: RunConfig) -> Iterator[str]:
         for flag, value in (("--min-lr", rate.min_lr), ("--lr-warmup-init", rate.lr_warmup_init)):
             if value > rate.lr:
                 yield f"{flag} {value} is above --lr {rate.lr}"
-    yield from _needs(config, rate.decoupled_lr is not None, "--decoupled-lr", "learning_rate.decoupled_min_lr")
+    yield from needs(config, rate.decoupled_lr is not None, "--decoupled-lr", "learning_rate.decoupled_min_lr")
     if rate.decoupled_lr is not None and (rate.decoupled_min_lr or 0) > rate.decoupled_lr:
         yield f"--decoupled-min-lr {rate.decoupled_min_lr} is above --decoupled-lr {rate.decoupled_lr}"
     if rate.override_opt_param_scheduler and rate.use_checkpoint_opt_param_scheduler:
@@ -149,7 +149,7 @@ def _unit_problems(config: RunConfig) -> Iterator[str]:
     unit, other = ("iters", "samples") if by_iters else ("samples", "iters")
     if by_iters or by_samples:
         for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
-            yield from _needs(config, False, f"--train-{other}, but --train-{unit} was given", f"learning_rate.{name}")
+            yield from needs(config, False, f"--train-{other}, but --train-{unit} was given", f"learning_rate.{name}")
     for warmup in ("lr_warmup_iters", "lr_warmup_samples"):
         if rate.lr_warmup_fraction is not None and getattr(rate, warmup):
             yield f"--lr-warmup-fraction and --{warmup.replace('_', '-')} exclude each other"
@@ -172,7 +172,8 @@ def data_problems(config: RunConfig) -> Iterator[str]:
     }
     chosen = [flag for flag, given in sources.items() if given]
     if not chosen:
-        yield f"no data: give one of {'; '.join(sources)}"
+        if config.finetune.task in (None, "lm"):
+            yield f"no data: give one of {'; '.join(sources)} (for finetune.py also --sft-data)"
     elif len(chosen) > 1:
         yield f"{' and '.join(chosen)} exclude each other: choose one source of data"
     elif any(split_paths) and data.train_data_path is None and not config.validation.skip_train:
@@ -226,15 +227,15 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
     """Saving needs a folder, loading too."""
     checkpoint = config.checkpoint
     saves = ("save_interval", "save_retain_interval", "keep_last_checkpoints", "async_save")
-    yield from _needs(config, checkpoint.save is not None, "--save", *(f"checkpoint.{name}" for name in saves))
+    yield from needs(config, checkpoint.save is not None, "--save", *(f"checkpoint.{name}" for name in saves))
     interval, retain = checkpoint.save_interval, checkpoint.save_retain_interval
     if interval is not None and retain is not None and retain % interval:
         yield f"--save-retain-interval {retain} is not a multiple of --save-interval {interval}"
     loads = ("ckpt_step", "exit_on_missing_checkpoint")
-    yield from _needs(config, checkpoint.load is not None, "--load", *(f"checkpoint.{name}" for name in loads))
+    yield from needs(config, checkpoint.load is not None, "--load", *(f"checkpoint.{name}" for name in loads))
     source = checkpoint.load is not None or checkpoint.pretrained_checkpoint is not None
     takes = ("checkpoint.finetune", "checkpoint.use_checkpoint_args")
-    yield from _needs(config, source, "--load or --pretrained-checkpoint", *takes)
+    yield from needs(config, source, "--load or --pretrained-checkpoint", *takes)
 
 
 def reporting_problems(config: RunConfig) -> Iterator[str]:
@@ -248,4 +249,4 @@ def reporting_problems(config: RunConfig) -> Iterator[str]:
             yield f"--wandb-project {logging.wandb_project} needs --wandb-exp-name"
         if importlib.util.find_spec("wandb") is None:
             yield f"--wandb-project {logging.wandb_project} needs the package wandb: pip install wandb"
-    yield from _needs(config, logging.wandb_project is not None, "--wandb-project", "logging.wandb_exp_name")
+    yield from needs(config, logging.wandb_project is not None, "--wandb-project", "logging.wandb_exp_name")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields as fields_of
 from typing import Any
 
 from megalite.config.check import check, not_built, without_effect
@@ -15,13 +16,20 @@ from megalite.config.fields import all_fields, get, put
 from megalite.config.flags import parse_flags
 from megalite.config.presets import preset_fields
 from megalite.config.resolve import drop_idle, resolve
-from megalite.config.schema import CheckpointConfig, RunConfig
+from megalite.config.schema import CheckpointConfig, ModelConfig, RunConfig, TokenizerConfig
 
 # What `RunConfig.to_dict` wrote into the checkpoint that these flags choose; None where there is no checkpoint.
 CheckpointConfigLoader = Callable[[CheckpointConfig], Mapping[str, Mapping[str, Any]] | None]
 
+# Network and tokenizer of the folder that `--load-hf` names.
+BaseModelLoader = Callable[[str], tuple[ModelConfig, TokenizerConfig]]
+
 ACTIVATIONS = {"swiglu", "squared_relu", "openai_gelu"}
 NOT_FROM_CHECKPOINT = {"preset", "attention_backend", "attention_softmax_in_fp32", "init_method_std", "label_smoothing"}
+# What a pretrained network says, and the command line may say otherwise.
+FREE = {"init_method_std", "hidden_dropout", "attention_dropout"}
+# What it doesn't say.
+UNSAID = {"preset", "attention_backend", "attention_softmax_in_fp32", "label_smoothing", "make_vocab_size_divisible_by"}
 
 
 def read_config(
@@ -30,15 +38,20 @@ def read_config(
     description: str,
     world_size: int,
     *,
+    sections: Sequence[str] | None = None,
     checkpoint_config_loader: CheckpointConfigLoader | None = None,
+    base_model_loader: BaseModelLoader | None = None,
 ) -> tuple[RunConfig, list[str]]:
     """The resolved configuration of a run on `world_size` processes, and notes for the user, one line each.
 
     The notes say which flags are ignored or have no effect and what came from a checkpoint; rank 0 prints them. A
-    FlagError holds all problems, one a line. `checkpoint_config_loader` serves `--use-checkpoint-args`.
+    FlagError holds all problems, one a line. `sections`: whose flags there are; None: those of pretraining.
+    `checkpoint_config_loader` serves `--use-checkpoint-args`, `base_model_loader` `--load-hf`.
     """
-    config, explicit, notes = parse_flags(argv, program, description)
+    config, explicit, notes = parse_flags(argv, program, description, sections)
     fill_from_preset(config, explicit)
+    if config.finetune.load_hf is not None and base_model_loader is not None:
+        fill_from_base_model(config, *base_model_loader(config.finetune.load_hf), explicit)
     if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
         notes += _load_and_fill(config, explicit, checkpoint_config_loader)
     used, idle = drop_idle(config, world_size)
@@ -60,6 +73,33 @@ def fill_from_preset(config: RunConfig, explicit: Collection[str]) -> None:
     for name, value in preset_fields(config.model.preset).items():
         if name not in given and not (chose_activation and name in ACTIVATIONS):
             setattr(config.model, name, copy.deepcopy(value))
+
+
+def fill_from_base_model(
+    config: RunConfig, model: ModelConfig, tokenizer: TokenizerConfig, explicit: Collection[str]
+) -> None:
+    """Take network and tokenizer from the folder that `--load-hf` names, where the command line doesn't say.
+
+    A FlagError for flags that contradict the network. A tokenizer that the command line names replaces the folder's.
+    """
+    fields, problems = all_fields(), []
+    for name in (each.name for each in fields_of(model) if each.name not in UNSAID):
+        field, theirs = fields[f"model.{name}"], getattr(model, name)
+        free = name in FREE or (name == "max_position_embeddings" and model.position_embedding_type == "rope")
+        if field.path not in explicit:
+            put(config, field.path, theirs)
+        elif get(config, field.path) != theirs and not free:
+            problems.append(
+                f"{field.show(get(config, field.path))} contradicts --load-hf {config.finetune.load_hf}, whose network "
+                f"has {field.show(theirs)}: leave it out"
+            )
+    if problems:
+        raise FlagError("\n".join(problems))
+    kinds = {"tokenizer.tokenizer_type", "tokenizer.tokenizer_model", "tokenizer.vocab_file", "tokenizer.merge_file"}
+    if not kinds & set(explicit):
+        for each in fields_of(tokenizer):
+            if f"tokenizer.{each.name}" not in explicit:
+                put(config, f"tokenizer.{each.name}", getattr(tokenizer, each.name))
 
 
 def _load_and_fill(config: RunConfig, explicit: Collection[str], loader: CheckpointConfigLoader | None) -> list[str]:

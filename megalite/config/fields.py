@@ -11,6 +11,9 @@ from typing import Any
 
 from megalite.config.schema import RunConfig
 
+FINETUNING = ("finetune", "peft")
+"""Sections that only finetune.py has flags for."""
+
 KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
 
 
@@ -50,6 +53,11 @@ class Field:
 def section_names() -> list[str]:
     """The sections of `RunConfig` in order."""
     return [section.name for section in dataclasses.fields(RunConfig)]
+
+
+def pretraining_sections() -> list[str]:
+    """The sections that pretrain_gpt.py has flags for."""
+    return [name for name in section_names() if name not in FINETUNING]
 
 
 def section_fields(section: str) -> list[Field]:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from megalite.config.argfiles import expand_argument_files
 from megalite.config.errors import FlagError
-from megalite.config.fields import Field, all_fields, put, section_fields, section_names
+from megalite.config.fields import FINETUNING, Field, all_fields, pretraining_sections, put, section_fields
 from megalite.config.megatron_flags import (
     MegatronFlag,
     current_flags,
@@ -56,6 +56,10 @@ class FlagParser(argparse.ArgumentParser):
         message = message.removeprefix("argument ")
         raise FlagError(re.sub(r"ignored explicit argument '(.*)'", r"takes no value, so not \1", message))
 
+    def knows(self, name: str) -> bool:
+        """Whether there is a flag of this name."""
+        return name in self._option_string_actions
+
     def nearest(self, name: str) -> str | None:
         """The flag of this parser that is spelt most like `name`."""
         matches = difflib.get_close_matches(name, list(self._option_string_actions), n=1, cutoff=0.6)
@@ -75,13 +79,13 @@ class _HelpFormatter(argparse.HelpFormatter):
 def build_parser(
     program: str, description: str, sections: Sequence[str] | None = None, *, megatron: bool | None = None
 ) -> FlagParser:
-    """A parser of the flags of some sections of `RunConfig`; None: of all.
+    """A parser of the flags of some sections of `RunConfig`; None: of those that pretraining has.
 
-    `megatron`: take and answer Megatron-LM's other flags too; None: where all sections are taken. A script may add
+    `megatron`: take and answer Megatron-LM's other flags too; None: where no sections are named. A script may add
     flags of its own, and parses with `parse_namespace`.
     """
     parser = FlagParser(program, description)
-    for section in section_names() if sections is None else sections:
+    for section in pretraining_sections() if sections is None else sections:
         add_section(parser, section)
     if sections is None if megatron is None else megatron:
         add_megatron_flags(parser)
@@ -105,7 +109,9 @@ def add_megatron_flags(parser: FlagParser) -> None:
         store: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS, "action": "store_const", "const": value}
         group.add_argument(name, help=argparse.SUPPRESS, **(store if value else _how_to_store(fields[path])))
     for flag in [*current_flags(), *earlier_flags()]:
-        group.add_argument(*flag.names, action=_TakeMegatronFlag, nargs=flag.nargs, flag=flag)
+        names = [name for name in flag.names if not parser.knows(name)]  # finetune.py means its own by it
+        if names:
+            group.add_argument(*names, action=_TakeMegatronFlag, nargs=flag.nargs, flag=flag)
 
 
 class _TakeMegatronFlag(argparse.Action):
@@ -213,11 +219,14 @@ def _has_no_table(namespace: argparse.Namespace) -> bool:
 
 
 def _unknown(parser: FlagParser, words: Sequence[str]) -> Iterable[str]:
+    finetuning = {field.option for field in all_fields().values() if field.section in FINETUNING}
     flags = [word for word in words if word.startswith("-")]
     for flag in flags:
         name = flag.partition("=")[0]
         nearest = parser.nearest(name)
         hint = f"did you mean {nearest}?" if nearest else "--help lists all flags"
+        if name in finetuning:
+            hint = "it is a flag of finetune.py"
         yield f"unknown flag {name}; {hint}"
     if words and not flags:
         yield f"unexpected {words[0]!r}: a value without its flag"
@@ -243,8 +252,10 @@ def read_run(namespace: argparse.Namespace) -> RunConfig:
     return config
 
 
-def parse_flags(argv: Sequence[str], program: str, description: str) -> tuple[RunConfig, set[str], list[str]]:
+def parse_flags(
+    argv: Sequence[str], program: str, description: str, sections: Sequence[str] | None = None
+) -> tuple[RunConfig, set[str], list[str]]:
     """Parse the flags of a run: the configuration (defaults where nothing was given), the paths that were given, and
     one line for each flag that is ignored. `--help` prints and exits; all mistakes are a FlagError."""
-    namespace, notes = parse_namespace(build_parser(program, description), argv)
+    namespace, notes = parse_namespace(build_parser(program, description, sections, megatron=True), argv)
     return read_run(namespace), explicit_fields(namespace), notes

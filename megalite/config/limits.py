@@ -31,7 +31,7 @@ BOUNDS = (
         _paths("""
         model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.kv_channels
         model.num_query_groups model.max_position_embeddings model.make_vocab_size_divisible_by
-        model.rotary_seq_len_interpolation_factor
+        model.rotary_seq_len_interpolation_factor model.rope_original_max_position_embeddings model.model_vocab_size
         layout.tensor_model_parallel_size layout.pipeline_model_parallel_size layout.context_parallel_size
         layout.expert_model_parallel_size layout.num_layers_per_virtual_pipeline_stage
         layout.num_virtual_stages_per_pipeline_rank layout.microbatch_group_size_per_virtual_pipeline_stage
@@ -44,6 +44,7 @@ BOUNDS = (
         data.seq_length tokenizer.vocab_size
         checkpoint.save_interval checkpoint.save_retain_interval checkpoint.keep_last_checkpoints checkpoint.ckpt_step
         validation.eval_interval logging.log_interval logging.tensorboard_log_interval
+        peft.lora_rank peft.num_virtual_tokens peft.prefix_hidden_size
         """),
     ),
     Bound(
@@ -62,10 +63,12 @@ BOUNDS = (
         "must be above 0",
         lambda value: value > 0,
         _paths("""
-        model.rotary_base model.rope_scaling_factor model.norm_epsilon
+        model.rotary_base model.rope_scaling_factor model.rope_low_freq_factor model.rope_high_freq_factor
+        model.norm_epsilon
         layout.distributed_timeout_minutes training.exit_duration_in_mins
         optimizer.adam_eps
         precision.loss_scale precision.initial_loss_scale precision.min_loss_scale
+        peft.lora_alpha
         """),
     ),
     Bound(
@@ -74,6 +77,7 @@ BOUNDS = (
         _paths("""
         model.hidden_dropout model.attention_dropout model.label_smoothing
         optimizer.adam_beta1 optimizer.adam_beta2 optimizer.sgd_momentum learning_rate.lr_warmup_fraction
+        finetune.sft_valid_share peft.lora_dropout
         """),
     ),
     Bound("must be from 0 to 1", lambda value: 0 <= value <= 1, _paths("optimizer.optimizer_offload_fraction")),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megalite.config import megatron_table
-from megalite.config.fields import Field, all_fields
+from megalite.config.fields import FINETUNING, Field, all_fields
 
 IGNORED, CHANGES, NOT_BUILT, USE = "ignored", "changes results", "not built", "use instead"
 
@@ -111,7 +111,7 @@ def foreign_values() -> dict[str, dict[str, str | None]]:
 def honoured_fields() -> list[Field]:
     """The fields of `schema.py` whose flag Megatron-LM has too."""
     own = set(megatron_table.OWN.split())
-    return [field for field in all_fields().values() if field.option not in own]
+    return [each for each in all_fields().values() if each.option not in own and each.section not in FINETUNING]
 
 
 _HEAD = """# Megatron-LM's flags in megalite

@@ -13,10 +13,11 @@ slash joins two spellings. What follows `=` is harmless (`|` between alternative
 
 from __future__ import annotations
 
-# Flags of `schema.py` that Megatron-LM doesn't have.
+# Flags of `schema.py` that Megatron-LM doesn't have, besides those of finetune.py alone.
 OWN = """
 --preset --label-smoothing --pipeline-schedule --device --threads-per-rank --nan-action --compile --dump-grads --fp64
---fp8-backend --keep-last-checkpoints --metrics-file --timeline
+--fp8-backend --keep-last-checkpoints --metrics-file --timeline --log-memory --log-top-grad-norms
+--model-vocab-size --rope-low-freq-factor --rope-high-freq-factor --rope-original-max-position-embeddings
 """
 
 # Flags of Megatron-LM that set a field of `schema.py` which has another flag: flag, field, the value unless it's given.
@@ -293,7 +294,7 @@ TABLE = """
 --num-layers-at-end-in-bf16=1 --fp4-format= --te-precision-config-file= --use-precision-aware-optimizer
 --ddp-reduce-scatter-with-fp32-accumulation
 [changes results] other training tasks
---perform-rl-step --sft --fim-data --vision-pretraining --logits-load-dir=
+--perform-rl-step --fim-data --vision-pretraining --logits-load-dir=
 [changes results] vocabulary and special tokens come from the tokenizer alone
 --vocab-extra-ids=0 --null-tokenizer-eod-id= --null-tokenizer-pad-id=-1 --tokenizer-metadata=
 --tokenizer-special-tokens+= --tiktoken-num-special-tokens=1000 --tokenizer-sentencepiece-legacy
@@ -339,6 +340,8 @@ TABLE = """
 --checkpoint-activations
 [use instead] --data-parallel-sharding-strategy optim_grads_params
 --use-megatron-fsdp --use-torch-fsdp2
+[use instead] finetune.py with --sft-data
+--sft
 [use instead] --reset-attention-mask
 --dataloader-inter-document-masking
 """

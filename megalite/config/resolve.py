@@ -175,6 +175,8 @@ def _resolve_data(config: RunConfig) -> None:
     elif not per_split:
         data.split = DEFAULT_SPLIT
     if data.dataloader_type is None:
-        data.dataloader_type = "single"
+        data.dataloader_type = "single" if config.finetune.sft_data is None else "cyclic"
+    if config.finetune.task is None:
+        config.finetune.task = "lm" if config.finetune.sft_data is None else "sft"
     if config.tokenizer.tokenizer_type is None:
         config.tokenizer.tokenizer_type = DEFAULT_TOKENIZER

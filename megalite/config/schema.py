@@ -13,26 +13,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-
-def flag(
-    default: Any,
-    help: str,
-    *,
-    name: str | None = None,
-    aliases: tuple[str, ...] = (),
-    choices: tuple[Any, ...] | None = None,
-    planned: str | None = None,
-) -> Any:
-    """A dataclass field that becomes a command-line flag.
-
-    `name`: the flag, where it isn't the field's name; for a boolean that is on by default it is the flag that turns
-    it off. `aliases`: other accepted spellings. `planned`: the feature isn't built yet; its name. Any value but the
-    default is then refused by `config.check.not_built`.
-    """
-    metadata = {"help": help, "name": name, "aliases": aliases, "choices": choices, "planned": planned}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+from megalite.config.schema_field import flag
+from megalite.config.schema_finetune import FinetuneConfig
+from megalite.config.schema_peft import PeftConfig
 
 
 @dataclass
@@ -58,7 +41,10 @@ class ModelConfig:
     rotary_interleaved: bool = flag(False, "rotate neighbouring pairs (GPT-J, GLM) instead of halves")
     use_rope_scaling: bool = flag(False, "scale rotary frequencies as Llama 3.1 does")
     rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
-    rotary_seq_len_interpolation_factor: int | None = flag(
+    rope_low_freq_factor: float = flag(1.0, "wavelengths above the original length / this are stretched fully")
+    rope_high_freq_factor: float = flag(4.0, "wavelengths below the original length / this are not stretched")
+    rope_original_max_position_embeddings: int = flag(8192, "the length before --use-rope-scaling")
+    rotary_seq_len_interpolation_factor: float | None = flag(
         None, "divide positions by this before rotating (linear position interpolation)"
     )
     normalization: str = flag("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
@@ -71,6 +57,7 @@ class ModelConfig:
     add_qkv_bias: bool = flag(False, "biases in the QKV projection even with --disable-bias-linear")
     qk_layernorm: bool = flag(False, "normalise queries and keys per head")
     untie_embeddings_and_output_weights: bool = flag(False, "an output layer of its own instead of the embedding table")
+    model_vocab_size: int | None = flag(None, "rows of the embedding table; default: the tokenizer's ids")
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary's rows in memory to a multiple of this x TP")
     window_size: str | None = flag(
         None, "sliding attention window as LEFT,RIGHT: tokens visible before and after; -1: no bound"
@@ -270,7 +257,9 @@ class DataConfig:
     seq_length: int | None = flag(None, "tokens in a sequence")
     num_workers: int = flag(2, "data-loader processes per rank")
     dataloader_type: str | None = flag(
-        None, "single: one pass in sample order (default); cyclic: reshuffled passes", choices=("single", "cyclic")
+        None,
+        "single: one pass in sample order (default); cyclic: reshuffled passes (default with --sft-data)",
+        choices=("single", "cyclic"),
     )
     reset_position_ids: bool = flag(False, "positions start again after each end of document")
     reset_attention_mask: bool = flag(False, "no attention across an end of document")
@@ -366,6 +355,8 @@ class RunConfig:
     learning_rate: LearningRateConfig = field(default_factory=LearningRateConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)

@@ -14,7 +14,7 @@ from megalite.data.splits import NOTHING_TO_TRAIN_ON, split_sources
 def check(config: RunConfig) -> list[str]:
     """Problems with the files that the data flags name, one message each, naming flag and file. Reads headers alone."""
     data = config.data
-    if data.mock_data:
+    if data.mock_data or config.finetune.sft_data is not None:
         return []
     try:
         sources = split_sources(data)

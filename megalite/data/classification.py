@@ -7,6 +7,7 @@ as they are.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -125,6 +126,20 @@ def build_classification_datasets(
         result.valid = ClassificationDataset(valid_texts, seq_length=length, pad=pad, chosen=valid)
         result.summaries.append(_summary("valid", options.valid_data or options.data, result.valid, sizes[1]))
     return result, texts.names
+
+
+def check_classification(options: SftOptions, tokenizer: Tokenizer, names: Sequence[str] | None = None) -> list[str]:
+    """Problems that the first line of each file shows. Cheap, for the time before process groups exist."""
+    problems = []
+    for flag, paths in (("--sft-data", options.data), ("--sft-valid-data", options.valid_data)):
+        for path in paths:
+            try:
+                for line in itertools.islice(read_lines(path, flag), 1):
+                    _encode(line, tokenizer)
+                    _label(line, names)
+            except UserError as error:
+                problems.append(str(error))
+    return problems
 
 
 def _summary(split: str, files: Sequence[str], dataset: ClassificationDataset, drawn: int) -> SplitSummary:

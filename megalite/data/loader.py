@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from megalite.config.errors import UserError
 from megalite.data.document_mask import Item, SampleSource
 from megalite.data.microbatch import Microbatch, stack_items
+from megalite.data.packing import trim
 from megalite.data.sampler import Request, Sampler
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -39,13 +40,15 @@ def microbatch_iterator(
     seed: int,
     dataloader_type: str | None = "single",
     total: int | None = None,
+    trim_multiple: int | None = None,
     pin_memory: bool = False,
 ) -> MicrobatchIterator:
     """Microbatches of one data-parallel rank from the sample numbered `start_sample` on.
 
     dataloader_type: `single` (or None) reads the dataset in its order, again and again; `cyclic` shuffles each pass,
     a function of (seed, pass). total: stop after this many samples over all ranks; the last microbatches are filled
-    with copies whose loss mask is all False, so that every rank gets equally many. None: without end.
+    with copies whose loss mask is all False, so that every rank gets equally many. None: without end. trim_multiple:
+    cut each microbatch after its last place that counts, at a multiple of this; None: all have the dataset's length.
     """
     if len(dataset) == 0:
         raise UserError("the dataset has no samples")
@@ -58,7 +61,9 @@ def microbatch_iterator(
         seed=seed if dataloader_type == "cyclic" else None,
         total=total,
     )
-    return MicrobatchIterator(dataset, sampler, num_workers=num_workers, pin_memory=pin_memory)
+    return MicrobatchIterator(
+        dataset, sampler, num_workers=num_workers, trim_multiple=trim_multiple, pin_memory=pin_memory
+    )
 
 
 class MicrobatchIterator(Iterator[Microbatch]):
@@ -68,10 +73,18 @@ class MicrobatchIterator(Iterator[Microbatch]):
     worker's traceback.
     """
 
-    def __init__(self, dataset: SampleSource, sampler: Sampler, *, num_workers: int, pin_memory: bool = False) -> None:
+    def __init__(
+        self,
+        dataset: SampleSource,
+        sampler: Sampler,
+        *,
+        num_workers: int,
+        trim_multiple: int | None = None,
+        pin_memory: bool = False,
+    ) -> None:
         self._pin_memory = pin_memory
         loader = DataLoader(
-            _Reader(dataset),
+            _Reader(dataset, trim_multiple),
             batch_size=None,
             sampler=sampler,
             num_workers=num_workers,
@@ -134,8 +147,8 @@ class _Failure:
 class _Reader(Dataset[Any]):
     """Answers requests with stacked numpy arrays. Arrays travel through a pipe: no /dev/shm to run out of."""
 
-    def __init__(self, dataset: SampleSource) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: SampleSource, trim_multiple: int | None) -> None:
+        self.dataset, self.trim_multiple = dataset, trim_multiple
 
     def __getitem__(self, request: Request) -> Item | _Failure:
         try:
@@ -144,7 +157,7 @@ class _Reader(Dataset[Any]):
             message = str(error) or type(error).__name__
             return _Failure(message, traceback.format_exc(), isinstance(error, UserError | OSError))
         arrays["loss_mask"] &= request.counted[:, None]
-        return arrays
+        return arrays if self.trim_multiple is None else trim(arrays, self.trim_multiple)
 
 
 def _unchanged(batch: Any) -> Any:

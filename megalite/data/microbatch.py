@@ -17,8 +17,9 @@ class Microbatch:
     """b sequences of s tokens.
 
     tokens, labels, position_ids: int64 [b, s]; labels are the next tokens. loss_mask: bool [b, s], True where the label
-    counts. document_ids: int32 [b, s] with --reset-attention-mask, else None: attention stays within equal ids.
-    sample_ids: int64 [b], each sample's number in the order in which the whole run consumes samples; the dropout key.
+    counts. document_ids: int32 [b, s] with --reset-attention-mask or --sft-packing, else None: attention stays within
+    equal ids. sample_ids: int64 [b], each sample's number in the order in which the whole run consumes samples; the
+    dropout key.
     """
 
     tokens: torch.Tensor

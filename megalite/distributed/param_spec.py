@@ -24,7 +24,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts: `normal` with mean 0 and deviation `std`, or a constant `value`."""
+    """How a parameter starts: `normal` with mean 0 and deviation `std`, `uniform` between -`value` and `value`, or a
+    `constant` `value`."""
 
     kind: str = "normal"
     std: float = 0.02

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -66,12 +67,27 @@ def keep_mask(key: Tensor, index: Tensor, drop: float) -> Tensor:
     return bits(key, index) >= int(drop * 2.0**53)
 
 
-@torch.no_grad()
 def fill_normal(target: Tensor, key: Tensor, std: float, shape: tuple[int, ...], start: tuple[int, ...]) -> None:
     """Fill `target`, the rectangle at `start` of a tensor of `shape`, with its slice of that tensor's normal numbers.
 
     Computed in float64, rounded to float32 and then to the target's dtype: every precision starts from equal numbers.
     """
+    _fill(target, key, lambda key, index: normal(key, index) * std, shape, start)
+
+
+def fill_uniform(target: Tensor, key: Tensor, bound: float, shape: tuple[int, ...], start: tuple[int, ...]) -> None:
+    """As `fill_normal`, with numbers from -`bound` to `bound`."""
+    _fill(target, key, lambda key, index: (2.0 * uniform(key, index) - 1.0) * bound, shape, start)
+
+
+@torch.no_grad()
+def _fill(
+    target: Tensor,
+    key: Tensor,
+    draw: Callable[[Tensor, Tensor], Tensor],
+    shape: tuple[int, ...],
+    start: tuple[int, ...],
+) -> None:
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     key = key.to(target.device)
     columns = start[-1] + torch.arange(target.shape[-1], device=target.device)
@@ -83,7 +99,7 @@ def fill_normal(target: Tensor, key: Tensor, std: float, shape: tuple[int, ...],
     step = max(1, _CHUNK // max(1, target.shape[-1]))
     filled = []
     for at in range(0, len(rows), step):
-        values = (normal(key, rows[at : at + step, None] + columns) * std).to(torch.float32)
+        values = draw(key, rows[at : at + step, None] + columns).to(torch.float32)
         if flat is not None:
             flat[at : at + step] = values.to(target.dtype)
         else:

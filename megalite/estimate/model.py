@@ -41,7 +41,7 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> ParameterCount:
     return ParameterCount(total, layers * matmul_layer + vocab_size * hidden)
 
 
-def training_flops_per_token(config: ModelConfig, vocab_size: int, seq_length: int) -> float:
+def training_flops_per_token(config: ModelConfig, vocab_size: int, seq_length: float) -> float:
     """Forward and backward: 6 per matmul parameter, and 6·L·s·(heads · head width) for causal attention at half."""
     assert config.num_layers is not None and config.num_attention_heads and config.kv_channels
     attention = 6.0 * config.num_layers * seq_length * config.num_attention_heads * config.kv_channels

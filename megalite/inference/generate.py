@@ -7,13 +7,12 @@ prompt alone would give. The prompts first go through the model at once, filling
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megalite.config.errors import UserError
-from megalite.config.schema import ModelConfig
 from megalite.inference.cache import KeyValueCache
 from megalite.inference.options import GenerationOptions
 from megalite.inference.sampling import Sampler
@@ -49,35 +48,49 @@ class PaddedBatch:
         self.window = bounded_window(model.config)
         self.pads = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         self.tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-        self.cache = KeyValueCache(model, tokens=longest + new_tokens, batch=len(prompts))
+        self.cache = KeyValueCache(model, tokens=model.sequence_length(longest + new_tokens), batch=len(prompts))
         self.columns = 0
+        self.padded = any(len(prompt) < longest for prompt in prompts)
 
-    def prefill(self) -> Tensor:
-        """Logits [b, vocabulary] after the prompts."""
+    def prefill(self, check: Callable[[], None] | None = None) -> Tensor:
+        """Logits [b, vocabulary] after the prompts. `check`: called before each part, may raise to give up."""
         for part in self.tokens.split(_PREFILL_TOKENS, dim=1):
+            if check is not None:
+                check()
             logits = self.advance(part)
         return logits
 
     @torch.inference_mode()
     def advance(self, tokens: Tensor) -> Tensor:
         """Let the model see the next columns, ids [b, s]: logits [b, vocabulary] after the last."""
-        queries = self.columns + torch.arange(tokens.shape[1], device=tokens.device)
+        queries = torch.arange(self.columns, self.columns + tokens.shape[1], device=tokens.device)
+        first = self.columns == 0
+        visible = None  # at the beginning, without padding, the causal rule of training is all
+        if self.padded or not first:
+            visible = visible_keys(queries, self.pads, self.window)
         self.columns += tokens.shape[1]
         info = SequenceInfo(
             position_ids=(queries - self.pads[:, None]).clamp_min(0),
             token_index=queries,
-            visible=visible_keys(queries, self.pads, self.window),
+            visible=visible,
             cache=self.cache,
+            begins=first,
         )
         return self.model.logits(self.model(tokens, info)[-1:])[0]
 
 
-def check_lengths(config: ModelConfig, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
+def virtual_tokens(model: GPTStage) -> int:
+    """How many positions an adapter's trained vectors take."""
+    return 0 if model.virtual is None else model.virtual.count
+
+
+def check_lengths(model: GPTStage, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
     """A UserError where a prompt and its new tokens need more learned positions than there are. Rotary positions and
     none have no such end, though a model may write poorly beyond the length it was trained on."""
-    limit = config.max_position_embeddings
-    if config.position_embedding_type != "learned_absolute" or limit is None:
+    rows = model.config.max_position_embeddings
+    if model.config.position_embedding_type != "learned_absolute" or rows is None:
         return
+    limit = rows - virtual_tokens(model)
     for number, prompt in enumerate(prompts, start=1):
         if len(prompt) + options.max_new_tokens <= limit:
             continue
@@ -85,7 +98,7 @@ def check_lengths(config: ModelConfig, prompts: Sequence[Sequence[int]], options
         remedy = f"use --max-new-tokens {room} or less" if room > 0 else f"shorten it to {limit - 1} tokens or less"
         raise UserError(
             f"prompt {number} has {len(prompt)} tokens; with --max-new-tokens {options.max_new_tokens} that is more "
-            f"than the model's {limit} learned positions (--max-position-embeddings): {remedy}"
+            f"than the model's {limit} learned positions: {remedy}"
         )
 
 
@@ -94,31 +107,39 @@ def stream(
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     *,
-    eod: int | None,
+    stop: Collection[int] = (),
+    unknown: Tensor | None = None,
     indices: Sequence[int] | None = None,
+    check: Callable[[], None] | None = None,
 ) -> Iterator[list[int | None]]:
     """Generate step by step: each item holds the new id of every prompt, None for those that have ended.
 
-    A prompt ends where the model chooses `eod`, which is not handed out, or after `max_new_tokens`. `prompts`: ids,
-    none empty. `indices`: one number per prompt, which with the seed decides its draws; default 0, 1, ...
+    A prompt ends where the model chooses one of the ids in `stop`, which is not handed out, or after `max_new_tokens`.
+    `prompts`: ids, none empty. `unknown`: ids that are never chosen. `indices`: one number per prompt, which with the
+    seed decides its draws; default 0, 1, ... `check`: called before each piece of work, may raise to give up.
     Raises a UserError before any work where a prompt is too long, and later where logits aren't finite.
     """
     assert prompts and all(prompts), "every prompt needs at least one id"
-    check_lengths(model.config, prompts, options)
-    sampler = Sampler(options, range(len(prompts)) if indices is None else indices, model.output_weight.device)
-    return _steps(PaddedBatch(model, prompts, new_tokens=options.max_new_tokens), sampler, eod)
+    check_lengths(model, prompts, options)
+    indices = range(len(prompts)) if indices is None else indices
+    sampler = Sampler(options, indices, model.output_weight.device, unknown=unknown)
+    return _steps(PaddedBatch(model, prompts, new_tokens=options.max_new_tokens), sampler, frozenset(stop), check)
 
 
-def _steps(batch: PaddedBatch, sampler: Sampler, eod: int | None) -> Iterator[list[int | None]]:
+def _steps(
+    batch: PaddedBatch, sampler: Sampler, stop: Collection[int], check: Callable[[], None] | None
+) -> Iterator[list[int | None]]:
     running = [True] * len(batch.pads)
     chosen: Tensor | None = None
     for step in range(sampler.options.max_new_tokens):
-        logits = batch.prefill() if chosen is None else batch.advance(chosen[:, None])
+        if check is not None:
+            check()
+        logits = batch.prefill(check) if chosen is None else batch.advance(chosen[:, None])
         if not bool(logits.isfinite().all()):
             raise UserError("the model's logits are not finite: its weights are damaged, or too large for --fp16")
         chosen = sampler.choose(logits, step)
         ids = chosen.tolist()
-        running = [runs and token != eod for runs, token in zip(running, ids, strict=True)]
+        running = [runs and token not in stop for runs, token in zip(running, ids, strict=True)]
         if not any(running):
             return
         yield [token if runs else None for runs, token in zip(running, ids, strict=True)]
@@ -129,12 +150,13 @@ def generate(
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     *,
-    eod: int | None,
+    stop: Collection[int] = (),
+    unknown: Tensor | None = None,
     indices: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """The new ids of each prompt, fewer than `max_new_tokens` where the model chose `eod`. See `stream`."""
+    """The new ids of each prompt, fewer than `max_new_tokens` where the model chose one of `stop`. See `stream`."""
     results: list[list[int]] = [[] for _ in prompts]
-    for step in stream(model, prompts, options, eod=eod, indices=indices):
+    for step in stream(model, prompts, options, stop=stop, unknown=unknown, indices=indices):
         for result, token in zip(results, step, strict=True):
             if token is not None:
                 result.append(token)

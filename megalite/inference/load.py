@@ -1,6 +1,6 @@
-"""From a checkpoint folder to a model and its tokenizer on one device.
+"""From a checkpoint folder, or a Hugging Face folder, to a model and its tokenizer on one device.
 
-Key idea: the checkpoint's own configuration says what the network, the number format and the tokenizer are; flags only
+Key idea: the folder's own configuration says what the network, the number format and the tokenizer are; flags only
 override where things have moved. Weights lie there in global coordinates, so one process reads what any layout wrote.
 """
 
@@ -8,19 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megalite.checkpoint.checkpoint import load_checkpoint, read_config
+from megalite.checkpoint.huggingface.config import read_huggingface_config
+from megalite.checkpoint.huggingface.files import TensorFiles
+from megalite.checkpoint.huggingface.load import load_huggingface
+from megalite.checkpoint.huggingface.travel import origin, tokenizer_of
 from megalite.checkpoint.metadata import describe
-from megalite.checkpoint.storage import find_checkpoint
+from megalite.checkpoint.storage import CONFIG_FILE, find_checkpoint, read_json
 from megalite.config.errors import FlagError, UserError
 from megalite.config.fields import put
 from megalite.config.schema import RunConfig, TokenizerConfig
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.distributed.launch import Environment, choose_device, set_threads
 from megalite.distributed.mesh import Mesh, single_process_mesh
-from megalite.distributed.pieces import whole
+from megalite.distributed.pieces import Piece, whole
+from megalite.inference.generate import virtual_tokens
+from megalite.inference.vocabulary import unknown_ids
 from megalite.models.gpt import GPTStage
 from megalite.models.stages import whole_model
 from megalite.nn.attention_backend import choose_backend
@@ -28,16 +38,28 @@ from megalite.nn.module import Build, named_specs
 from megalite.precision.policy import Precision
 
 EMBEDDING_KEY = "model.embedding.word_embeddings.weight"
+_UNBOUNDED = 4096  # tokens of a context where neither the network nor its training has a length
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """`notes`: what the user should know of the checkpoint that was chosen."""
+    """`notes`: what the user should know of what was loaded. `ends`: ids at which a text ends. `unknown` int64: rows of
+    the vocabulary that the tokenizer has no id for, never to be chosen. `name`: of the folder."""
 
     model: GPTStage
     tokenizer: Tokenizer
     config: RunConfig
+    mesh: Mesh
     notes: list[str]
+    ends: frozenset[int]
+    unknown: Tensor | None
+    name: str
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest text that the model was made for."""
+        whole = self.config.model.max_position_embeddings or self.config.data.seq_length or _UNBOUNDED
+        return whole - virtual_tokens(self.model)
 
 
 def load_for_generation(root: str, *, step: int | None = None, given: Mapping[str, Any] | None = None) -> LoadedModel:
@@ -51,17 +73,59 @@ def load_for_generation(root: str, *, step: int | None = None, given: Mapping[st
     if found is None:
         raise UserError(f"--load {root}: there is no checkpoint in this folder")
     config = override(read_config(found.path), given or {})
-    device = choose_device(config.layout.device, Environment())
-    set_threads(config.layout.threads_per_rank, 1)
-    tokenizer = build_tokenizer(config.tokenizer)
-    _check_vocabulary(found.path, tokenizer, config.tokenizer)
-    mesh = single_process_mesh(device)
-    model = _build(config, tokenizer.vocab_size, mesh)
-    pieces = [whole(f"model.{name}", parameter, spec) for name, parameter, spec in named_specs(model)]
-    load_checkpoint(found.path, mesh=mesh, pieces=pieces, strict=True)
+    embedding = describe(found.path).get(EMBEDDING_KEY)
+    _check_kind(found.path, config, whole_model=embedding is not None)
+    source = origin(Path(root), config.tokenizer)
+    prepared = _Prepared(config, str(found.path), None if embedding is None else embedding.shape[0], source)
+    load_checkpoint(found.path, mesh=prepared.mesh, pieces=prepared.pieces(), strict=True)
     notes = [found.note] if found.note else []
-    notes.append(f"iteration {found.iteration} of {root}, {Precision.from_config(config.precision).name} on {device}")
-    return LoadedModel(model, tokenizer, config, notes)
+    return prepared.loaded(root, [*notes, f"iteration {found.iteration} of {root}"])
+
+
+def load_huggingface_for_generation(folder: str, *, given: Mapping[str, Any] | None = None) -> LoadedModel:
+    """The model of a Hugging Face folder, in the number format that it is stored in. `given` and errors as above."""
+    found = read_huggingface_config(folder)
+    config = RunConfig(model=found.model, tokenizer=tokenizer_of(Path(folder), found.vocab_size))
+    config.model.model_vocab_size = found.vocab_size
+    with TensorFiles(folder) as files:
+        sizes = [(prod(tensor.shape), str(tensor.dtype)) for tensor in files.stored.values()]
+    _, largest = max(sizes, default=(0, ""))
+    config.precision.bf16 = largest == "torch.bfloat16"
+    config.precision.fp16 = largest == "torch.float16"
+    config.precision.fp64 = largest == "torch.float64"
+    config = override(config, given or {})
+    prepared = _Prepared(config, folder, found.vocab_size, Path(folder))
+    load_huggingface(folder, mesh=prepared.mesh, pieces=prepared.pieces())
+    return prepared.loaded(folder, [folder])
+
+
+class _Prepared:
+    """Tokenizer and a model without weights. `rows`: of the stored vocabulary, None where it isn't known. `source`: the
+    Hugging Face folder that the weights descend from."""
+
+    def __init__(self, config: RunConfig, where: str, rows: int | None, source: Path | None):
+        device = choose_device(config.layout.device, Environment())
+        set_threads(config.layout.threads_per_rank, 1)
+        self.config, self.source = config, source
+        self.tokenizer = build_tokenizer(config.tokenizer)
+        self.rows = self.tokenizer.vocab_size if rows is None else rows
+        _check_vocabulary(self.rows, self.tokenizer, config, where)
+        self.mesh = single_process_mesh(device)
+        self.model = _build(config, self.rows, self.mesh)
+
+    def pieces(self) -> list[Piece]:
+        return [whole(f"model.{name}", parameter, spec) for name, parameter, spec in named_specs(self.model)]
+
+    def loaded(self, folder: str, notes: list[str]) -> LoadedModel:
+        """`notes`: the last one names what was loaded."""
+        precision = Precision.from_config(self.config.precision).name
+        notes[-1] += f", {precision} on {self.mesh.device}"
+        ends = _stored_ends(self.source)
+        if self.tokenizer.eod is not None:
+            ends.add(self.tokenizer.eod)
+        unknown = torch.tensor(unknown_ids(self.tokenizer, self.rows), dtype=torch.int64)
+        name = Path(folder).resolve().name
+        return LoadedModel(self.model, self.tokenizer, self.config, self.mesh, notes, frozenset(ends), unknown, name)
 
 
 def override(config: RunConfig, given: Mapping[str, Any]) -> RunConfig:
@@ -87,14 +151,41 @@ def override(config: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def _check_vocabulary(path: Path, tokenizer: Tokenizer, config: TokenizerConfig) -> None:
-    embedding = describe(path).get(EMBEDDING_KEY)
-    if embedding is not None and embedding.shape[0] != tokenizer.vocab_size:
-        what = config.tokenizer_model or config.vocab_file or config.tokenizer_type
+def _check_kind(path: Path, config: RunConfig, *, whole_model: bool) -> None:
+    """A UserError where a checkpoint writes no text."""
+    if config.finetune.task == "classification":
+        raise UserError(f"the checkpoint {path} was trained to classify; it writes no text")
+    if config.peft.peft != "none" and not whole_model:
+        base = config.finetune.load_hf or "the model's folder"
         raise UserError(
-            f"the tokenizer {what} has {tokenizer.vocab_size} ids, but the checkpoint {path} was trained with "
-            f"{embedding.shape[0]}: name its own tokenizer with --tokenizer-type and --tokenizer-model"
+            f"the checkpoint {path} holds only what was trained beside a model: use --load-hf {base}, and --adapter "
+            "with what finetune.py wrote for --save-adapter"
         )
+
+
+def _check_vocabulary(rows: int, tokenizer: Tokenizer, config: RunConfig, where: str) -> None:
+    """A UserError where the weights weren't made for this tokenizer. A table that was given a size of its own may have
+    more rows than the tokenizer has ids."""
+    spare = config.model.model_vocab_size == rows
+    if tokenizer.vocab_size != rows and not (spare and tokenizer.vocab_size < rows):
+        given = config.tokenizer
+        what = given.tokenizer_model or given.vocab_file or given.tokenizer_type
+        raise UserError(
+            f"the tokenizer {what} has {tokenizer.vocab_size} ids, but the checkpoint {where} was trained with "
+            f"{rows}: name its own tokenizer with --tokenizer-type and --tokenizer-model"
+        )
+
+
+def _stored_ends(source: Path | None) -> set[int]:
+    """The ids that end a text by a Hugging Face folder's generation settings, else by its `config.json`."""
+    for file in ("generation_config.json", CONFIG_FILE):
+        if source is None or not (source / file).is_file():
+            continue
+        value = read_json(source / file).get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        if ends := {one for one in ids if isinstance(one, int)}:
+            return ends
+    return set()
 
 
 def _build(config: RunConfig, vocab_size: int, mesh: Mesh) -> GPTStage:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from megalite.config.errors import FlagError
 
@@ -58,8 +59,8 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each field of `GenerationOptions`."""
     default = GenerationOptions()
     add = parser.add_argument_group("generation").add_argument
-    tokens = "tokens to write after each prompt at most (default: 64)"
-    add("--max-new-tokens", type=int, default=default.max_new_tokens, metavar="N", help=tokens)
+    tokens = "tokens to write after each prompt at most (default: 64; 512 in a conversation or for --serve)"
+    add("--max-new-tokens", type=int, metavar="N", help=tokens)
     greedy = "divides the logits; 0 always takes the likeliest token (default: 0)"
     add("--temperature", type=float, default=default.temperature, metavar="X", help=greedy)
     add("--top-k", type=int, metavar="N", help="sample among the N likeliest tokens (default: all)")
@@ -68,6 +69,41 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=default.seed, metavar="N", help="of sampling (default: 1234)")
 
 
-def read_generation_options(given: argparse.Namespace) -> GenerationOptions:
-    """The options of a parsed command line. Raises a FlagError for numbers out of range."""
-    return GenerationOptions(**{field.name: getattr(given, field.name) for field in fields(GenerationOptions)})
+def read_generation_options(given: argparse.Namespace, *, max_new_tokens: int = 64) -> GenerationOptions:
+    """The options of a parsed command line; `max_new_tokens`: where it has none. Raises a FlagError for numbers out of
+    range."""
+    values = {field.name: getattr(given, field.name) for field in fields(GenerationOptions)}
+    if values["max_new_tokens"] is None:
+        values["max_new_tokens"] = max_new_tokens
+    return GenerationOptions(**values)
+
+
+def read_prompt(path: str) -> str:
+    """The text of a file, for argparse."""
+    try:
+        return Path(path).read_text("utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+
+
+def check_mode(given: argparse.Namespace) -> None:
+    """A FlagError where the flags of the command line don't say what to do, or contradict each other."""
+    problems = []
+    if (given.load is None) == (given.load_hf is None):
+        problems.append("exactly one of --load and --load-hf is needed")
+    if given.ckpt_step is not None and given.load is None:
+        problems.append("--ckpt-step belongs to --load")
+    if given.serve is not None:
+        if not 0 <= given.serve < 2**16:
+            problems.append(f"--serve {given.serve} must be a port from 0 (any that is free) to 65535")
+        if given.prompts or given.json:
+            problems.append("--serve takes its prompts from requests: leave --prompt, --prompt-file and --json out")
+    elif not given.prompts and not given.chat:
+        problems.append("--prompt or --prompt-file is missing: there is nothing to continue; or talk with --chat")
+    if given.json and not given.prompts and given.serve is None:
+        problems.append("--json belongs to --prompt and --prompt-file")
+    for name, value in (("--chat-template", given.chat_template), ("--system", given.system)):
+        if value is not None and not given.chat and given.serve is None:
+            problems.append(f"{name} belongs to --chat and --serve")
+    if problems:
+        raise FlagError("\n".join(problems))

@@ -47,14 +47,20 @@ def draw(probability: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Chooses one token per prompt and step. `indices`: what tells the prompts' draws apart."""
+    """Chooses one token per prompt and step. `indices`: what tells the prompts' draws apart. `unknown` int64: ids that
+    are never chosen."""
 
-    def __init__(self, options: GenerationOptions, indices: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, options: GenerationOptions, indices: Sequence[int], device: torch.device, *, unknown: Tensor | None = None
+    ) -> None:
         self.options = options
+        self.unknown = None if unknown is None or not len(unknown) else unknown.to(device)
         self.keys = random.fold(options.seed, "generation", torch.tensor(indices, dtype=torch.int64)).to(device)
 
     def choose(self, logits: Tensor, step: int) -> Tensor:
         """int64 [b] from `logits` [b, vocabulary]; `step` counts the new tokens from 0."""
+        if self.unknown is not None:
+            logits = logits.index_fill(-1, self.unknown, float("-inf"))
         if self.options.greedy:
             return logits.argmax(dim=-1)
         uniform = random.uniform(self.keys, torch.tensor(step, device=self.keys.device))

@@ -6,24 +6,110 @@ that joins the two, or a character whose first bytes the prompt holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from megalite.config.errors import UserError
 from megalite.data.tokenizers import IncrementalDetokenizer, Tokenizer
 from megalite.inference.generate import stream
+from megalite.inference.load import LoadedModel
 from megalite.inference.options import GenerationOptions
-from megalite.models.gpt import GPTStage
 
 
-@dataclass
-class Completion:
-    """What the model wrote after `prompt`: its `text` and its `tokens`, neither with the prompt nor with the
-    end-of-document id."""
+class StopStrings:
+    """Lets a growing text through up to the first of some strings. What may be the beginning of one is held back."""
 
-    prompt: str
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
+    def __init__(self, strings: Sequence[str] = ()):
+        assert all(strings), "an empty string would stop everything"
+        self.strings = tuple(strings)
+        self.found = False
+        self._held = ""
+
+    def add(self, text: str) -> str:
+        """What of the text so far has become certain."""
+        if self.found:
+            return ""
+        text = self._held + text
+        places = [place for place in (text.find(one) for one in self.strings) if place >= 0]
+        self.found = bool(places)
+        end = min(places) if places else len(text) - self._beginning(text)
+        self._held = text[end:]
+        return text[:end]
+
+    def flush(self) -> str:
+        """What was held back, when nothing follows."""
+        return "" if self.found else self._held
+
+    def _beginning(self, text: str) -> int:
+        """Characters at the end of `text` that begin one of the strings."""
+        lengths = (n for one in self.strings for n in range(1, len(one)) if text.endswith(one[:n]))
+        return max(lengths, default=0)
+
+
+class Continuation:
+    """What the model writes after one prompt, as it grows.
+
+    `text` ends before a stop string, and `tokens` before an id that ends a text. `finish`: "stop" where one of these
+    came, "length" where the limit of `limit` tokens did, None while it goes on.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], limit: int, stop_strings: Sequence[str] = ()):
+        self.tokens: list[int] = []
+        self.text = ""
+        self.finish: str | None = None
+        self._limit = limit
+        self._decoder = IncrementalDetokenizer(tokenizer, prompt)
+        self._stop = StopStrings(stop_strings)
+
+    def add(self, token: int | None) -> str:
+        """The text that becomes known by the next id; None: the text has ended."""
+        if self.finish is not None:
+            return ""
+        new = ""
+        if token is not None:
+            self.tokens.append(token)
+            new = self._stop.add(self._decoder.add(token))
+        if token is None or self._stop.found or len(self.tokens) == self._limit:
+            new += self._stop.add(self._decoder.flush()) + self._stop.flush()
+            self.finish = "stop" if token is None or self._stop.found else "length"
+        self.text += new
+        return new
+
+
+class Writing:
+    """The continuations of some prompts (ids), which grow while it is iterated.
+
+    Each item holds what has become known of each prompt's text, perhaps nothing. `stop`: ids that end a text;
+    `stop_strings`: texts that do. `indices` and `check`: see `stream`. Raises a UserError where a prompt is too long.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        prompts: Sequence[Sequence[int]],
+        options: GenerationOptions,
+        *,
+        stop: Collection[int],
+        stop_strings: Sequence[str] = (),
+        indices: Sequence[int] | None = None,
+        check: Callable[[], None] | None = None,
+    ):
+        limit = options.max_new_tokens
+        self.results = [Continuation(loaded.tokenizer, prompt, limit, stop_strings) for prompt in prompts]
+        self._steps = stream(
+            loaded.model, prompts, options, stop=stop, unknown=loaded.unknown, indices=indices, check=check
+        )
+
+    def __iter__(self) -> Iterator[list[str]]:
+        for step in self._steps:
+            yield [result.add(token) for result, token in zip(self.results, step, strict=True)]
+            if all(result.finish is not None for result in self.results):
+                return
+        yield [result.add(None) for result in self.results]
+
+    @property
+    def tokens(self) -> int:
+        """New ids of all prompts so far."""
+        return sum(len(result.tokens) for result in self.results)
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
@@ -32,11 +118,7 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[in
     A prompt without ids starts from the end-of-document id, after which documents begin in training, or from the
     tokenizer's begin id where it has no other; a UserError where it has neither.
     """
-    for number, prompt in enumerate(prompts, start=1):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"prompt {number} is not valid UTF-8") from None
+    check_text(prompts)
     start = tokenizer.bos if tokenizer.eod is None else tokenizer.eod
     result = []
     for number, ids in enumerate(tokenizer.tokenize_batch(prompts), start=1):
@@ -46,34 +128,10 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[in
     return result
 
 
-def complete(
-    model: GPTStage,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    options: GenerationOptions,
-    *,
-    show: Callable[[int, str], None] | None = None,
-) -> list[Completion]:
-    """Continue each prompt. `show(n, text)` gets what becomes known of prompt n (from 0): first the prompt itself, once
-    it is accepted, then each piece of the continuation. Raises a UserError where a prompt is empty or too long."""
-    encoded = encode_prompts(tokenizer, prompts)
-    steps = stream(model, encoded, options, eod=tokenizer.eod)
-    results = [Completion(prompt) for prompt in prompts]
-    decoders = [IncrementalDetokenizer(tokenizer, ids) for ids in encoded]
-
-    def add(number: int, text: str) -> None:
-        results[number].text += text
-        if show is not None and text:
-            show(number, text)
-
-    if show is not None:
-        for number, prompt in enumerate(prompts):
-            show(number, prompt)
-    for step in steps:
-        for number, token in enumerate(step):
-            if token is not None:
-                results[number].tokens.append(token)
-                add(number, decoders[number].add(token))
-    for number, decoder in enumerate(decoders):
-        add(number, decoder.flush())
-    return results
+def check_text(texts: Sequence[str], what: str = "prompt") -> None:
+    """A UserError where a text holds half a character: a lone surrogate, as a broken command line does."""
+    for number, text in enumerate(texts, start=1):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{what} {number} is not valid UTF-8") from None

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.models.classifier import ClassifierHead
 from megalite.models.stages import StageSpan
 from megalite.nn.attention import visibility
 from megalite.nn.attention_backend import AttentionBackend, bounded_window
@@ -24,6 +26,7 @@ from megalite.nn.norm import Norm
 from megalite.nn.recompute import rerun
 from megalite.nn.rotary import rotary_table
 from megalite.nn.transformer import TransformerLayer
+from megalite.nn.virtual_tokens import VirtualTokens
 from megalite.optimizer.sharding import Member, Unit
 
 
@@ -34,12 +37,17 @@ class _Embedding(ShardedModule):
         self.position_embeddings = None
         if span.has_embedding and build.config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(build)
+        self.prompt: nn.Module | None = None
         self.drop = build.config.hidden_dropout
         self.group, self.sequence_parallel = build.mesh.tp, build.mesh.layout.sequence_parallel
 
     def forward(self, tokens: Tensor, info: SequenceInfo) -> Tensor:
-        """`tokens` [b, s] → [s, b, h], with sequence parallelism this rank's part of s."""
-        x = self.word_embeddings(tokens.t())
+        """`tokens` [b, s] → [s, b, h], with sequence parallelism this rank's part of s. `prompt`: puts virtual tokens
+        before them, and takes this rank's part only then."""
+        if self.prompt is not None and info.begins:
+            x = self.prompt(self.word_embeddings(tokens.t(), whole=True))
+        else:
+            x = self.word_embeddings(tokens.t())
         if self.position_embeddings is not None:
             positions = info.position_ids.t()
             if self.sequence_parallel:
@@ -101,36 +109,64 @@ class _Output(ShardedModule):
 
 
 class GPTStage(ShardedModule):
-    """The span of a GPT model that one pipeline chunk owns."""
+    """The span of a GPT model that one pipeline chunk owns.
 
-    def __init__(self, build: Build, vocab_size: int, span: StageSpan, backend: AttentionBackend):
+    `classes`: it decides between so many classes instead of foretelling tokens: it has a `classifier` in place of the
+    output over the vocabulary.
+    """
+
+    def __init__(
+        self, build: Build, vocab_size: int, span: StageSpan, backend: AttentionBackend, classes: int | None = None
+    ):
         super().__init__()
         config = build.config
         self.config, self.span, self.vocab_size = config, span, vocab_size
         self.backend, self.window = backend, bounded_window(config)
         self.wide, self.compute, self.group = build.precision.wide, build.precision.compute, build.mesh.tp
         self.weight_gradients = build.weight_gradients
-        tied = not config.untie_embeddings_and_output_weights
+        tied = not config.untie_embeddings_and_output_weights and classes is None
         self.embedding = None
         if span.has_embedding or (tied and span.has_output):
             self.embedding = _Embedding(build, vocab_size, span)
         self.decoder = _Decoder(build, backend, span)
-        self.output_layer = _Output(build, vocab_size, own_weight=not tied) if span.has_output else None
+        self.output_layer = self.classifier = None
+        if span.has_output and classes is not None:
+            self.classifier = ClassifierHead(build, classes)
+        elif span.has_output:
+            self.output_layer = _Output(build, vocab_size, own_weight=not tied)
+        self.virtual: VirtualTokens | None = None
 
     def forward(self, x: Tensor, info: SequenceInfo) -> Tensor:
         """Token ids [b, s] on the first stage, else activations [s, b, h] → activations [s, b, h].
 
-        On the last stage they are normalised, ready for `logits`.
+        On the last stage they are normalised, ready for `logits`. Virtual tokens that pass through the layers are the
+        first of s.
         """
+        visible = info.visible
+        if self.backend.kernel != "varlen":  # one mask for all layers
+            visible = visibility(info, info.position_ids.shape[1], self.window)
+        if self.virtual is not None:
+            visible = self.virtual.see(visible, info, info.position_ids.shape[1])
+            info = self.virtual.place(info)
+        info = replace(info, visible=visible)
         if self.span.has_embedding:
             assert self.embedding is not None
-            x = self.embedding(x, info)
-        if self.backend.kernel != "varlen":  # one mask for all layers
-            info = replace(info, visible=visibility(info, info.position_ids.shape[1], self.window))
+            x = self._traced(self.embedding(x, info))
         rotary = None
         if self.config.position_embedding_type == "rope":
             rotary = rotary_table(self.config, info.position_ids, self.wide)
         return self.decoder(x, info, rotary)
+
+    def _traced(self, x: Tensor) -> Tensor:
+        """The embedding's output; where nothing on this stage is trained, as the beginning of a graph, so that a
+        backward has something to do on every stage."""
+        if torch.is_grad_enabled() and not any(parameter.requires_grad for parameter in self.parameters()):
+            return x.detach().requires_grad_()
+        return x
+
+    def sequence_length(self, tokens: int) -> int:
+        """Length of the activations between blocks for a sequence of so many tokens."""
+        return tokens + (self.virtual.count if self.virtual is not None and self.virtual.in_sequence else 0)
 
     @property
     def output_weight(self) -> Tensor:
@@ -160,12 +196,32 @@ class GPTStage(ShardedModule):
         for layer in self.decoder.layers.values():
             yield Unit(layer, chunk, of(*layer.parameters()))
         if self.span.has_output:
-            assert self.decoder.final_layernorm is not None and self.output_layer is not None
+            assert self.decoder.final_layernorm is not None
             yield Unit(self.decoder.final_layernorm, chunk, of(*self.decoder.final_layernorm.parameters()))
-            yield Unit(self.output_layer, chunk, of(self.output_weight))
+            if self.classifier is not None:
+                yield Unit(self.classifier, chunk, of(self.classifier.weight))
+            elif self.output_layer is not None:
+                yield Unit(self.output_layer, chunk, of(self.output_weight))
 
     def token_losses(self, hidden: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-        """Cross-entropy in nats of every token, wide [s, b], for `labels` [b, s]."""
+        """Cross-entropy in nats of every token, wide [s, b], for `labels` [b, s]: the next tokens, or classes.
+
+        Virtual tokens have none.
+        """
+        virtual = self.sequence_length(0)  # dropped last: with sequence parallelism no rank's part has them all
+        if virtual:
+            labels = F.pad(labels, (virtual, 0))
+        losses = self._all_losses(hidden, labels, label_smoothing)
+        return losses[virtual:] if virtual else losses
+
+    def decisions(self, hidden: Tensor) -> Tensor:
+        """A classifier's decision at every token, int64 [s, b]."""
+        assert self.classifier is not None
+        return self.classifier.decisions(hidden)[self.sequence_length(0) :]
+
+    def _all_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+        if self.classifier is not None:
+            return self.classifier.losses(hidden, labels, label_smoothing=label_smoothing)
         return vocabulary_parallel_cross_entropy(
             self.logits(hidden),
             labels.t(),

@@ -60,6 +60,7 @@ def stage_spans(config: RunConfig) -> list[list[StageSpan]]:
     stages = config.layout.pipeline_model_parallel_size
     counts = layers_per_stage(config)
     tied = not config.model.untie_embeddings_and_output_weights and stages > 1
+    tied = tied and config.finetune.task != "classification"  # which has no output over the vocabulary
     spans: list[list[StageSpan]] = [[] for _ in range(stages)]
     begin = 0
     for number, count in enumerate(counts):

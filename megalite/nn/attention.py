@@ -12,7 +12,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from megalite.distributed import random
@@ -148,7 +148,10 @@ class CoreAttention:
 
 
 class SelfAttention(ShardedModule):
-    """Projection to queries, keys and values; norm and rotation of heads; attention; projection back."""
+    """Projection to queries, keys and values; norm and rotation of heads; attention; projection back.
+
+    `prefix`: puts keys and values before those of the tokens.
+    """
 
     def __init__(self, build: Build, backend: AttentionBackend, layer: int):
         super().__init__()
@@ -174,6 +177,7 @@ class SelfAttention(ShardedModule):
             self.q_layernorm = Norm(build, width, partial=True)
             self.k_layernorm = Norm(build, width, partial=True)
         self.core = CoreAttention(build, backend, layer)
+        self.prefix: nn.Module | None = None
         scaled = Init(std=config.init_method_std / math.sqrt(2.0 * config.num_layers))
         self.linear_proj = RowParallelLinear(
             build, heads * width, config.hidden_size, bias=config.add_bias_linear, init=scaled
@@ -184,7 +188,7 @@ class SelfAttention(ShardedModule):
 
         `rotary`: cosines and sines of the whole sequence.
         """
-        fused = self.linear_qkv(x)
+        fused = self.linear_qkv(x, info)
         fused = fused.view(*fused.shape[:2], self.local_groups, self.local_queries + 2, self.width)
         q = fused[..., : self.local_queries, :].flatten(2, 3)
         k, v = fused[..., self.local_queries, :], fused[..., self.local_queries + 1, :]
@@ -195,4 +199,6 @@ class SelfAttention(ShardedModule):
             k = rotate(k, rotary, interleaved=self.interleaved)
         if info.cache is not None:
             k, v = info.cache.update(self.layer, k, v)
-        return self.linear_proj(self.recompute.run("core_attn", self.core, q, k, v, info))
+        if self.prefix is not None:
+            k, v = self.prefix(k, v)
+        return self.linear_proj(self.recompute.run("core_attn", self.core, q, k, v, info), info)

@@ -34,7 +34,8 @@ def choose_backend(config: RunConfig, device_type: str) -> AttentionBackend:
     """The kernel for a resolved configuration. A ValueError says why a request can't be honoured."""
     model, asked = config.model, config.model.attention_backend
     half = config.precision.bf16 or config.precision.fp16
-    masked = config.data.reset_attention_mask or bounded_window(model) is not None
+    apart = config.data.reset_attention_mask or config.finetune.sft_packing
+    masked = apart or bounded_window(model) is not None
     drops = model.attention_dropout > 0.0
     if asked in ("unfused", "local"):
         return AttentionBackend("unfused", (), f"--attention-backend {asked}")
@@ -61,8 +62,8 @@ def _cuda_backend(asked: str, *, half: bool, masked: bool, drops: bool) -> Atten
                 "unfused", (), "the variable-length kernel needs bf16 or fp16 and no attention dropout"
             )
         raise ValueError(
-            f"--attention-backend {asked} on CUDA can't do --reset-attention-mask or --window-size here: "
-            "flash does with --bf16 or --fp16 and --attention-dropout 0; unfused always does"
+            f"--attention-backend {asked} on CUDA can't do --reset-attention-mask, --sft-packing or --window-size "
+            "here: flash does with --bf16 or --fp16 and --attention-dropout 0; unfused always does"
         )
     if asked == "flash":
         if not half:

@@ -72,14 +72,14 @@ class VocabularyParallelEmbedding(ShardedModule):
         self.weight = self.add_parameter("weight", vocabulary_spec(build, vocab_size, stages), build)
         self.first_row = self.group.rank * self.weight.shape[0]
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """`ids` int64 [s, b] → [s, b, hidden], equal on all ranks (or this rank's part of s)."""
+    def forward(self, ids: Tensor, *, whole: bool = False) -> Tensor:
+        """`ids` int64 [s, b] → [s, b, hidden], equal on all ranks (or, if not `whole`, this rank's part of s)."""
         if self.group.size == 1:
             return lookup(self.weight, ids)
         local = ids - self.first_row
         here = (local >= 0) & (local < self.weight.shape[0])
         rows = lookup(self.weight, local.where(here, 0))
-        return reduce_from_group(rows * here.unsqueeze(-1), self.group, sequence_parallel=self.scatter)
+        return reduce_from_group(rows * here.unsqueeze(-1), self.group, sequence_parallel=self.scatter and not whole)
 
 
 class PositionEmbedding(ShardedModule):

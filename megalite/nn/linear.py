@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.distributed.collectives import (
     Pending,
@@ -23,7 +23,7 @@ from megalite.distributed.collectives import (
 from megalite.distributed.mesh import Group
 from megalite.distributed.param_spec import ZEROS, Box, Init, ParamSpec, cut, replicated
 from megalite.nn.gradient_sink import GradientSink, sink_of
-from megalite.nn.module import Build, ShardedModule
+from megalite.nn.module import Build, SequenceInfo, ShardedModule
 from megalite.nn.weight_gradients import WeightGradients
 
 
@@ -54,8 +54,10 @@ class _Linear(torch.autograd.Function):
         gather: bool,
         gradients: WeightGradients | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # A frozen weight needs no input kept for its gradient.
+        ctx.save_for_backward(weight, *([x] if ctx.needs_input_grad[1] else []))
         ctx.rows, ctx.group, ctx.gather, ctx.gradients = rows, group, gather, gradients
+        ctx.inputs = x.shape[-1]
         ctx.sink = sink_of(weight)  # recomputation hands the backward another tensor, without it
         if group is not None and gather:
             x = start_all_gather(x, group).wait()
@@ -63,16 +65,16 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        weight, *kept = ctx.saved_tensors
         grad, group = grads[0], ctx.group
-        matrix = weight.view(-1, x.shape[-1])[: ctx.rows]
-        gathered = start_all_gather(x, group) if group is not None and ctx.gather else Pending(x)
+        matrix = weight.view(-1, ctx.inputs)[: ctx.rows]
+        gathered = [start_all_gather(x, group) if group is not None and ctx.gather else Pending(x) for x in kept]
         x_grad = Pending(grad @ matrix) if ctx.needs_input_grad[0] else None
-        x_full = gathered.wait()
+        x_full = [pending.wait() for pending in gathered]
         if x_grad is not None and group is not None:
             start = start_reduce_scatter if ctx.gather else start_all_reduce
             x_grad = start(x_grad.result, group)
-        weight_grad = _weight_gradient(weight, grad, x_full, ctx) if ctx.needs_input_grad[1] else None
+        weight_grad = _weight_gradient(weight, grad, x_full[0], ctx) if x_full else None
         return None if x_grad is None else x_grad.wait(), weight_grad, None, None, None, None
 
 
@@ -119,7 +121,8 @@ class ColumnParallelLinear(ShardedModule):
     """A linear layer whose outputs are cut over the tensor-parallel ranks.
 
     `shape` is the logical weight [..., in]; `boxes` say which part is here (default: dimension `dim` cut evenly), and
-    `local_shape` its shape here. The bias has the same shape without the last dimension.
+    `local_shape` its shape here. The bias has the same shape without the last dimension. `lora`: what low-rank matrices
+    add to the output, called with the same arguments.
     """
 
     def __init__(
@@ -140,16 +143,19 @@ class ColumnParallelLinear(ShardedModule):
         else:
             spec = ParamSpec(shape[:-1], local_shape[:-1], bias_boxes, ZEROS, weight_decay=False)
             self.bias = self.add_parameter("bias", spec, build)
+        self.lora: nn.Module | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
         """`x` [s, b, in], equal on all ranks (or this rank's part of s) → [s, b, local outputs], flat."""
         y = linear(x, self.weight, self.group, gather=self.gather, gradients=self.gradients)
-        return y if self.bias is None else y + self.bias.view(-1)
+        if self.bias is not None:
+            y = y + self.bias.view(-1)
+        return y if self.lora is None else y + self.lora(x, info)
 
 
 class RowParallelLinear(ShardedModule):
     """A linear layer [out, in] whose inputs are cut over the tensor-parallel ranks; outputs are summed, then the bias
-    is added once."""
+    is added once. `lora`: as in `ColumnParallelLinear`."""
 
     def __init__(self, build: Build, inputs: int, outputs: int, *, bias: bool, init: Init):
         super().__init__()
@@ -166,9 +172,12 @@ class RowParallelLinear(ShardedModule):
             boxes = replicated((outputs,), place, partial=place.layout.sequence_parallel)
             spec = ParamSpec((outputs,), (outputs,), boxes, ZEROS, weight_decay=False)
             self.bias = self.add_parameter("bias", spec, build)
+        self.lora: nn.Module | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
         """`x` [s, b, in / tp] → [s, b, out], equal on all ranks (or this rank's part of s)."""
         y = linear(x, self.weight, gradients=self.gradients)
         y = reduce_from_group(y, self.group, sequence_parallel=self.scatter)
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None:
+            y = y + self.bias
+        return y if self.lora is None else y + self.lora(x, info)

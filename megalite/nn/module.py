@@ -58,7 +58,8 @@ class SequenceInfo:
     sequence this rank's activations between blocks are (a part of them with sequence parallelism). `document_ids` int32
     [b, s]: attention stays within equal ids; `document_borders` int32: the same as `cumulative_lengths`, for
     variable-length kernels. `visible` bool [b, 1, s, keys]: which keys a query may see, instead of the causal rule
-    (generation). `dropout_keys` int64 [b]: None in evaluation.
+    (generation). `dropout_keys` int64 [b]: None in evaluation. `begins`: the sequences begin here; not so where earlier
+    tokens are in the cache.
     """
 
     position_ids: Tensor
@@ -68,6 +69,7 @@ class SequenceInfo:
     visible: Tensor | None = None
     dropout_keys: Tensor | None = None
     cache: KeyValueCache | None = None
+    begins: bool = True
 
 
 class ShardedModule(nn.Module):
@@ -120,5 +122,7 @@ def initialize_pieces(pieces: Iterable[Piece], seed: int) -> None:
         for _, start, target in piece.held():
             if init.kind == "normal":
                 random.fill_normal(target, key, init.std, piece.spec.shape, start)
+            elif init.kind == "uniform":
+                random.fill_uniform(target, key, init.value, piece.spec.shape, start)
             else:
                 target.fill_(init.value)

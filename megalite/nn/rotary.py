@@ -12,9 +12,6 @@ from torch import Tensor
 
 from megalite.config.schema import ModelConfig
 
-# Llama 3.1's constants: wavelengths beyond 8192 / 1 are stretched fully, below 8192 / 4 not at all.
-_LOW_FREQUENCY_FACTOR, _HIGH_FREQUENCY_FACTOR, _ORIGINAL_LENGTH = 1.0, 4.0, 8192
-
 
 def rotary_width(config: ModelConfig) -> int:
     """How much of each head is rotated: an even number."""
@@ -29,18 +26,18 @@ def inverse_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.d
     exponents = torch.arange(0, width, 2, dtype=dtype, device=device) / width
     frequencies = 1.0 / (config.rotary_base**exponents)
     if config.use_rope_scaling:
-        frequencies = _llama3_scaling(frequencies, config.rope_scaling_factor)
+        frequencies = _llama3_scaling(frequencies, config)
     if config.rotary_seq_len_interpolation_factor is not None:
         frequencies = frequencies / config.rotary_seq_len_interpolation_factor
     return frequencies
 
 
-def _llama3_scaling(frequencies: Tensor, factor: float) -> Tensor:
-    """Divide low frequencies by `factor`, leave high ones, blend between (Llama 3.1 model card and code)."""
+def _llama3_scaling(frequencies: Tensor, config: ModelConfig) -> Tensor:
+    """Divide low frequencies by the factor, leave high ones, blend between (Llama 3.1 model card and code)."""
     wavelengths = 2 * math.pi / frequencies
-    low, high = _LOW_FREQUENCY_FACTOR, _HIGH_FREQUENCY_FACTOR
-    blend = ((_ORIGINAL_LENGTH / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (blend + (1.0 - blend) / factor)
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    blend = ((config.rope_original_max_position_embeddings / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (blend + (1.0 - blend) / config.rope_scaling_factor)
 
 
 def rotary_table(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

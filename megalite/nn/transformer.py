@@ -31,7 +31,7 @@ class TransformerLayer(ShardedModule):
         normed = self.recompute.run("layernorm", self.input_layernorm, x)
         x = x + self._drop(self.self_attention(normed, info, rotary), info, "attention output")
         normed = self.recompute.run("layernorm", self.pre_mlp_layernorm, x)
-        return x + self._drop(self.recompute.run("mlp", self.mlp, normed), info, "mlp output")
+        return x + self._drop(self.recompute.run("mlp", self.mlp, normed, info), info, "mlp output")
 
     def _drop(self, x: Tensor, info: SequenceInfo, site: str) -> Tensor:
         return hidden_dropout(x, self.drop, info.dropout_keys, info.token_index, self.number, site)

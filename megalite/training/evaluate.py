@@ -13,6 +13,7 @@ from megalite.data.microbatch import Microbatch
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.mesh import Mesh
 from megalite.pipeline.runtime import PipelineRuntime
+from megalite.training.classification import DecisionCounts
 from megalite.training.executor import GPTExecutor
 from megalite.training.plan import Plan
 
@@ -28,10 +29,13 @@ class Evaluator:
     runtime: PipelineRuntime
     plan: Plan
     data: Callable[[str], Iterator[Microbatch]]
+    decisions: DecisionCounts | None = None
 
-    def run(self, split: str) -> float:
-        """Mean loss in nats over the split's unmasked tokens. Collective over the world."""
+    def run(self, split: str) -> tuple[float, dict[str, float]]:
+        """Mean loss in nats over the split's unmasked tokens; and of a classifier its scores. Collective (world)."""
         chosen = self.data(split)
+        if self.decisions is not None:
+            self.decisions.clear()
         # losses and tokens; float64 so that the sum doesn't depend on how the ranks share the samples
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         while batches := list(itertools.islice(chosen, self.config.microbatches_per_step(self.mesh.dp.size))):
@@ -41,4 +45,4 @@ class Evaluator:
             if self.mesh.pp.rank == self.mesh.pp.size - 1:  # where the losses are
                 sums[1] += torch.stack([batch.loss_mask.sum() for batch in batches]).sum().to(self.mesh.device)
         loss, tokens = all_reduce(sums, self.mesh.all_but_tp).tolist()
-        return loss / max(1.0, tokens)
+        return loss / max(1.0, tokens), {} if self.decisions is None else self.decisions.scores()

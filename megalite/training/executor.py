@@ -61,7 +61,10 @@ class GPTExecutor:
     def __init__(
         self, stages: Sequence[GPTStage], mesh: Mesh, *, label_smoothing: float, optimizer: Optimizer | None = None
     ):
-        """`optimizer`: is told when a chunk's forwards and backwards begin and end."""
+        """`optimizer`: is told when a chunk's forwards and backwards begin and end.
+
+        `on_evaluated`, where it is set, gets the last stage's result of each microbatch of an evaluation.
+        """
         self.optimizer = optimizer
         self.stages, self.mesh, self.label_smoothing = list(stages), mesh, label_smoothing
         self._microbatches: list[Microbatch] = []
@@ -70,6 +73,7 @@ class GPTExecutor:
         self._scale: Tensor | float = 1.0
         self._dropout_key: Tensor | None = None
         self._training = False
+        self.on_evaluated: Callable[[GPTStage, Tensor, Microbatch], None] | None = None
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def begin(
@@ -86,7 +90,8 @@ class GPTExecutor:
 
     def expected_inputs(self, chunk: int, microbatch: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what a chunk's forward gets from the previous stage."""
-        batch, length = self._microbatches[microbatch].tokens.shape
+        batch, tokens = self._microbatches[microbatch].tokens.shape
+        length = self.stages[chunk].sequence_length(tokens)
         if self.mesh.layout.sequence_parallel:
             length //= self.mesh.tp.size
         hidden = self.stages[chunk].config.hidden_size
@@ -106,6 +111,8 @@ class GPTExecutor:
         with torch.set_grad_enabled(self._training):
             result = stage(batch.tokens if received is None else received, info)
             if stage.span.has_output:
+                if self.on_evaluated is not None and not self._training:
+                    self.on_evaluated(stage, result, batch)
                 result = self._loss(stage, result, batch)
         if self._training:
             self._kept[chunk, microbatch] = _Kept(get_gradient_edge(result), received)

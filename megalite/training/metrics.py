@@ -10,7 +10,8 @@ import importlib.util
 import json
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -36,15 +37,17 @@ class StepRecord:
     tflops_per_device: float
     params_norm: float | None = None
     zeros: int | None = None
+    largest_norms: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """One evaluation of a split after `iteration` steps."""
+    """One evaluation of a split after `iteration` steps. `scores`: what else was measured, by name."""
 
     iteration: int
     split: str
     lm_loss: float
+    scores: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -79,6 +82,9 @@ class LogLines:
         self.nans += math.isnan(record.lm_loss)
         if self.first or record.iteration % self.config.logging.log_interval == 0:
             print(self._line(), flush=True)
+            if record.largest_norms:
+                norms = " | ".join(f"{name}: {norm:.4f}" for name, norm in record.largest_norms)
+                print(f" largest gradient norms | {norms} |", flush=True)
             self.first = False
             self.records, self.skipped, self.nans = [], 0, 0
 
@@ -114,7 +120,7 @@ class LogLines:
         line = (
             f" {name} loss at iteration {record.iteration} | lm loss value: {record.lm_loss:.6E} "
             f"| lm loss PPL: {record.perplexity:.6E} | "
-        )
+        ) + "".join(f"{score.replace('_', ' ')}: {value:.4f} | " for score, value in record.scores.items())
         print("-" * len(line), line, "-" * len(line), sep="\n", flush=True)
 
     def close(self) -> None:
@@ -180,6 +186,8 @@ class MetricsFile:
             values["params_norm"] = _number(record.params_norm)
         if record.zeros is not None:
             values["num_zeros"] = record.zeros
+        if record.largest_norms:
+            values["largest_grad_norms"] = {name: _number(norm) for name, norm in record.largest_norms}
         self._write(values)
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -189,6 +197,7 @@ class MetricsFile:
                 "split": record.split,
                 "lm_loss": _number(record.lm_loss),
                 "ppl": _number(record.perplexity),
+                **record.scores,
             }
         )
 
@@ -236,6 +245,8 @@ class TensorBoard:
         name = "validation" if record.split == "valid" else record.split
         self.writer.add_scalar(f"lm loss {name}", record.lm_loss, record.iteration)
         self.writer.add_scalar(f"lm loss {name} ppl", record.perplexity, record.iteration)
+        for score, value in record.scores.items():
+            self.writer.add_scalar(f"{score} {name}", value, record.iteration)
 
     def close(self) -> None:
         self.writer.close()
@@ -269,7 +280,8 @@ class WeightsAndBiases:
         self.run.log(_step_scalars(record), step=record.iteration)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self.run.log({f"lm loss {record.split}": record.lm_loss}, step=record.iteration)
+        values = {"lm loss": record.lm_loss, **record.scores}
+        self.run.log({f"{name} {record.split}": value for name, value in values.items()}, step=record.iteration)
 
     def close(self) -> None:
         self.run.finish()

@@ -22,8 +22,10 @@ from megalite.distributed.layout import Layout
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.optimizer.schedule import BatchSchedule
 from megalite.training import resume
+from megalite.training.base_model import read_base_model
 from megalite.training.metrics import check_sinks
 from megalite.training.plan import Plan
+from megalite.training.task import check_task
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,31 @@ class Prepared:
     threads: int
     backend: AttentionBackend
     tokenizer: Tokenizer
-    eod: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the model has rows for."""
+        return self.config.model.model_vocab_size or self.tokenizer.vocab_size
 
 
-def prepare(argv: Sequence[str], environment: Environment, *, program: str, description: str) -> Prepared:
-    """Flags to a checked configuration; every mistake that can be known here is a FlagError."""
+def prepare(
+    argv: Sequence[str],
+    environment: Environment,
+    *,
+    program: str,
+    description: str,
+    sections: Sequence[str] | None = None,
+) -> Prepared:
+    """Flags to a checked configuration; every mistake that can be known here is a FlagError. `sections`: see
+    `read_config`."""
     config, notes = read_config(
         argv,
         program=program,
         description=description,
         world_size=environment.world_size,
+        sections=sections,
         checkpoint_config_loader=_checkpoint_config,
+        base_model_loader=read_base_model,
     )
     return prepare_config(config, environment, notes)
 
@@ -57,18 +73,36 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
     try:
         device = choose_device(config.layout.device, environment)
         backend = choose_backend(config, device.type)
-        problems = [*data_check.check(config), *check_sinks(config), *run_problems(config, environment.world_size)]
-        if problems:
-            raise FlagError("\n".join(problems))
+        _refuse([*data_check.check(config), *check_sinks(config), *run_problems(config, environment.world_size)])
         tokenizer = build_tokenizer(config.tokenizer)
-        eod = require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
+        if config.finetune.task != "classification":
+            require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
+        _refuse([*vocabulary_problems(config, tokenizer), *check_task(config, tokenizer)])
     except ValueError as error:
         raise FlagError(str(error)) from error
     if config.training.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
         torch.use_deterministic_algorithms(True)
     threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)
-    return Prepared(config, list(notes), environment, device, threads, backend, tokenizer, eod)
+    return Prepared(config, list(notes), environment, device, threads, backend, tokenizer)
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise FlagError("\n".join(problems))
+
+
+def vocabulary_problems(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    """A model may have rows for more ids than the tokenizer has, but not for fewer."""
+    rows = config.model.model_vocab_size
+    if rows is None or rows >= tokenizer.vocab_size:
+        return []
+    what = config.tokenizer.tokenizer_model or config.tokenizer.tokenizer_type
+    source = f"--load-hf {config.finetune.load_hf}" if config.finetune.load_hf else f"--model-vocab-size {rows}"
+    return [
+        f"{source}: the model has rows for {rows} ids, but the tokenizer {what} has {tokenizer.vocab_size}: name the "
+        "model's own tokenizer, or take the ids beyond out of its files"
+    ]
 
 
 def run_problems(config: RunConfig, world_size: int) -> list[str]:

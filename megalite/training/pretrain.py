@@ -11,7 +11,19 @@ from megalite.training.run import Run
 
 def pretrain(argv: Sequence[str], environment: Environment, *, program: str, description: str) -> None:
     """The whole run of one process."""
-    prepared = prepare(argv, environment, program=program, description=description)
+    train(argv, environment, program=program, description=description)
+
+
+def train(
+    argv: Sequence[str],
+    environment: Environment,
+    *,
+    program: str,
+    description: str,
+    sections: Sequence[str] | None = None,
+) -> None:
+    """As `pretrain`, with the flags of some sections of the configuration; None: of pretraining's."""
+    prepared = prepare(argv, environment, program=program, description=description, sections=sections)
     with start(prepared.config.layout, environment, prepared.device) as mesh:
         run = Run(prepared, mesh)
         run.loop().run()

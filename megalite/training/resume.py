@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.checkpoint import load_checkpoint, read_training_state
+from megalite.checkpoint.checkpoint import load_checkpoint, read_config, read_training_state
 from megalite.checkpoint.errors import CheckpointError, agree
 from megalite.checkpoint.metadata import describe
 from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint, problem
@@ -26,6 +26,8 @@ from megalite.optimizer.optimizer import Optimizer
 from megalite.optimizer.schedule import Schedule
 from megalite.precision.loss_scaler import LossScaler
 from megalite.training.state import TrainingState
+
+HEAD = "classifier.weight"
 
 
 def entries(stages: Sequence[GPTStage], optimizer: Optimizer, *, state: bool) -> Iterator[Piece]:
@@ -105,6 +107,9 @@ def load(
     """Fill model and optimizer; the state and schedule to go on with, and notes for the user. Collective."""
     with_optimizer = config.checkpoint.load_optim and not weights_only
     stored = set(describe(directory))
+    new_head = weights_only and config.finetune.task == "classification" and f"model.{HEAD}" not in stored
+    if config.finetune.task == "classification" and not new_head:
+        _check_classes(directory, config.finetune.class_names)
     if with_optimizer and not any(key.startswith("optimizer.") for key in stored):
         raise UserError(
             f"{directory.path} holds no optimizer state: load its weights alone with --no-load-optim or --finetune"
@@ -116,7 +121,9 @@ def load(
         pieces=(
             piece._replace(name=source_key(piece.name, stored, half=half))
             for piece in entries(stages, optimizer, state=with_optimizer)
+            if not (new_head and piece.name == f"model.{HEAD}")
         ),
+        strict=not new_head,
     )
     optimizer.parameters_loaded(with_state=with_optimizer)
     values = read_training_state(directory)
@@ -137,6 +144,16 @@ def load(
         scaler.load_state(values["loss_scaler"])
     schedule, schedule_notes = choose_schedule(config, schedule, Schedule.from_dict(values["schedule"], schedule))
     return state, schedule, notes + schedule_notes
+
+
+def _check_classes(directory: CheckpointDirectory, classes: list[str] | None) -> None:
+    """Raise a UserError where a classifier's classes aren't those of this run."""
+    theirs = read_config(directory).finetune.class_names
+    if theirs is not None and theirs != classes:
+        raise UserError(
+            f"{directory.path} was trained with --class-names {' '.join(theirs)}, and this run has "
+            f"{' '.join(classes or [])}: give the checkpoint's, in its order"
+        )
 
 
 def choose_schedule(config: RunConfig, mine: Schedule, stored: Schedule) -> tuple[Schedule, list[str]]:

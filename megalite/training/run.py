@@ -6,8 +6,9 @@ Key idea: each object is made once, here, from the configuration and those made 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,16 +17,17 @@ from megalite.checkpoint.checkpoint import save_checkpoint
 from megalite.checkpoint.storage import Retention
 from megalite.config.errors import UserError
 from megalite.data.document_mask import SampleSource
-from megalite.data.gpt_dataset import Datasets, build_datasets
+from megalite.data.gpt_dataset import Datasets
 from megalite.data.loader import MicrobatchIterator, microbatch_iterator
 from megalite.data.microbatch import Microbatch
 from megalite.data.splits import split_sizes
 from megalite.distributed.collectives import barrier
 from megalite.distributed.mesh import Mesh
+from megalite.distributed.pieces import Piece, whole
 from megalite.estimate.model import training_flops_per_token
 from megalite.models.gpt import GPTStage, units_of
 from megalite.models.stages import stage_spans
-from megalite.nn.module import Build, initialize, initialize_pieces
+from megalite.nn.module import Build, initialize_pieces, specs_of
 from megalite.nn.recompute import Recompute
 from megalite.optimizer.optimizer import Optimizer
 from megalite.optimizer.schedule import BatchSchedule, Schedule
@@ -35,17 +37,21 @@ from megalite.pipeline.transport import ProcessGroupTransport
 from megalite.precision.loss_scaler import LossScaler
 from megalite.precision.policy import Precision
 from megalite.training import resume
+from megalite.training.base_model import load_base_model
+from megalite.training.classification import DecisionCounts
 from megalite.training.dump import dump_gradients
 from megalite.training.evaluate import Evaluator
 from megalite.training.executor import GPTExecutor
 from megalite.training.loop import Loop
-from megalite.training.metrics import make_sinks
+from megalite.training.memory import PeakMemory, memory_report
+from megalite.training.metrics import StepRecord, make_sinks
 from megalite.training.plan import Plan
 from megalite.training.prepare import Prepared
 from megalite.training.profiling import Profiler, Timeline
-from megalite.training.report import opening_block
+from megalite.training.report import opening_block, predicted_memory
 from megalite.training.signals import StopRequests
 from megalite.training.state import TrainingState
+from megalite.training.task import build_task_datasets, evaluates_whole, has_short_samples
 from megalite.training.timers import Timers
 from megalite.training.trainer import Trainer
 
@@ -63,18 +69,24 @@ class Run:
         self.schedule = Schedule.from_config(config, self.batches)
         self.total_iterations = self.batches.total_iterations(config)
         self.datasets = self._datasets()
+        self.base_names: set[str] = set()  # parameters whose values come from the folder of --load-hf
         sharding = Sharding.from_config(config.layout, config.optimizer, mesh.dp_cp.size)
-        self.stages = self._model(without_values=sharding.parameters)
+        # Sharded parameters get values from their shards; frozen ones are not sharded.
+        without_values = sharding.parameters and config.peft.peft == "none"
+        self.stages = self._model(without_values=without_values)
+        # Adapters go on the built model here: what then requires a gradient is what the optimizer trains.
         self.optimizer = Optimizer(units_of(self.stages), mesh, self.precision, config.optimizer, sharding)
-        if sharding.parameters:
-            initialize_pieces(self.optimizer.parameter_pieces().values(), config.training.seed)
+        if without_values:
+            self._initialize(self.optimizer.parameter_pieces().values())
             self.optimizer.parameters_loaded(with_state=False)
         self.scaler = LossScaler.from_config(config.precision)
         self.state = self._starting_state()
         self._iterators: dict[str, MicrobatchIterator] = {}
+        self.decisions = None if self.classes is None else DecisionCounts(len(self.classes), mesh)
         self.executor = GPTExecutor(
             self.stages, mesh, label_smoothing=config.model.label_smoothing, optimizer=self.optimizer
         )
+        self.executor.on_evaluated = None if self.decisions is None else self.decisions.add
         self.plan = Plan(config, mesh.pp.rank)
         self.transport = None
         if mesh.pp.size > 1:
@@ -104,7 +116,9 @@ class Run:
         first = prepared.environment.local_rank == 0
         if not first:
             barrier(self.mesh.world)
-        datasets = build_datasets(config, prepared.eod, prepared.tokenizer.vocab_size, sizes)
+        datasets, self.classes = build_task_datasets(config, prepared.tokenizer, sizes)
+        if self.classes is not None:
+            config.finetune.class_names = list(self.classes)  # so that checkpoints know
         if first:
             barrier(self.mesh.world)
         self.say_all(datasets.notes)
@@ -114,21 +128,30 @@ class Run:
         """This rank's chunks of the model, initialised if they have values."""
         config = self.config
         recompute = Recompute.from_config(config.training)
-        vocab_size, backend = self.prepared.tokenizer.vocab_size, self.prepared.backend
+        vocab_size, backend = self.prepared.vocab_size, self.prepared.backend
+        classes = None if self.classes is None else len(self.classes)
         stages = []
         for span in stage_spans(config)[self.mesh.pp.rank]:
-            build = Build(
-                config.model, self.mesh, self.precision, recompute=recompute, without_values=without_values
-            )
-            stage = GPTStage(build, vocab_size, span, backend)
-            if not without_values:
-                initialize(stage, config.training.seed)
-            stages.append(stage)
+            build = Build(config.model, self.mesh, self.precision, recompute=recompute, without_values=without_values)
+            stages.append(GPTStage(build, vocab_size, span, backend, classes))
+        if config.finetune.load_hf is not None:
+            self.base_names = {name for name, _, _ in specs_of(stages) if name != resume.HEAD}
+        if not without_values:
+            self._initialize(whole(*named) for named in specs_of(stages))
         return stages
+
+    def _initialize(self, pieces: Iterable[Piece]) -> None:
+        """Fill what is held of the parameters, with zeros where values are loaded later."""
+        pieces = list(pieces)
+        for piece in pieces:
+            piece.flat.zero_()
+        initialize_pieces((p for p in pieces if p.name not in self.base_names), self.config.training.seed)
 
     def _starting_state(self) -> TrainingState:
         config = self.config
         found, weights_only = resume.locate_together(config.checkpoint, self.mesh)
+        if found is None or config.peft.peft != "none":
+            self._load_base()
         if found is None:
             if config.checkpoint.load is not None:
                 self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")
@@ -149,6 +172,17 @@ class Run:
         self.say_all(notes)
         return state
 
+    def _load_base(self) -> None:
+        """The weights of `--load-hf`, where it is given."""
+        folder = self.config.finetune.load_hf
+        if folder is None:
+            return
+        pieces = resume.entries(self.stages, self.optimizer, state=False)
+        classifies = self.classes is not None
+        load_base_model(folder, mesh=self.mesh, pieces=pieces, names=self.base_names, classifies=classifies)
+        self.optimizer.parameters_loaded(with_state=False)
+        self.say(f"loaded {folder} (weights of Hugging Face's format)")
+
     def _microbatches(self, dataset: SampleSource, *, start: int, total: int | None = None) -> MicrobatchIterator:
         training, data = self.config.training, self.config.data
         assert training.micro_batch_size is not None
@@ -162,8 +196,16 @@ class Run:
             seed=training.seed,
             dataloader_type=data.dataloader_type or "single",
             total=total,
+            trim_multiple=self._trim_multiple,
             pin_memory=self.mesh.device.type == "cuda",
         )
+
+    @property
+    def _trim_multiple(self) -> int | None:
+        """What the length of a batch that is cut to its longest sample must be a multiple of; None: none is cut."""
+        if not has_short_samples(self.config):
+            return None
+        return self.mesh.tp.size if self.mesh.layout.sequence_parallel else 1
 
     def _training_data(self) -> Iterator[Microbatch]:
         if self.datasets.train is None:
@@ -176,13 +218,12 @@ class Run:
         dataset = self.datasets.valid if split == "valid" else self.datasets.test
         if dataset is None:
             raise UserError(f"there is no {split} data to evaluate on")
-        validation = self.config.validation
-        if validation.full_validation:
+        if evaluates_whole(self.config, len(dataset)):
             return self._whole(dataset)
         if split not in self._iterators:
             start = self.state.consumed_valid_samples if split == "valid" else 0
             self._iterators[split] = self._microbatches(dataset, start=start)
-        count = validation.eval_iters * self.config.microbatches_per_step(self.mesh.dp.size)
+        count = self.config.validation.eval_iters * self.config.microbatches_per_step(self.mesh.dp.size)
         return itertools.islice(self._iterators[split], count)
 
     def _whole(self, dataset: SampleSource) -> Iterator[Microbatch]:
@@ -190,7 +231,8 @@ class Run:
             yield from microbatches
 
     def close(self) -> None:
-        """End the data-loader workers."""
+        """End the data-loader workers, and gathers under way."""
+        self.optimizer.settle()
         for iterator in self._iterators.values():
             iterator.close()
 
@@ -219,11 +261,32 @@ class Run:
         assert self.config.training.dump_grads is not None
         dump_gradients(self.config.training.dump_grads, self.optimizer, self.mesh, loss_scale)
 
+    def _watched_step(self) -> StepRecord:
+        """A step whose memory is measured and told."""
+        sent = self.optimizer.transport.traffic.bytes_sent
+        count = self.config.microbatches_per_step(self.mesh.dp.size)
+        with PeakMemory(self.mesh.device) as memory:
+            record = self.trainer.step()
+            self.optimizer.settle()
+        self.say_all(
+            memory_report(
+                self.optimizer,
+                self.mesh,
+                peak=memory.peak,
+                sent=self.optimizer.transport.traffic.bytes_sent - sent,
+                predicted=predicted_memory(self.config, self.stages, self.prepared.backend, self.mesh),
+                microbatches=count,
+            )
+        )
+        return record
+
     def _trainer(self) -> Trainer:
         config, mesh = self.config, self.mesh
-        recorder = Timeline(config.logging.timeline, mesh.rank) if config.logging.timeline is not None else None
-        assert config.data.seq_length is not None
-        vocab_size = self.prepared.tokenizer.vocab_size
+        recorder = None
+        if config.logging.timeline is not None:
+            recorder = Timeline(config.logging.timeline, mesh.rank)
+            self.optimizer.record(recorder.collective)
+        outputs = self.prepared.vocab_size if self.classes is None else len(self.classes)
         return Trainer(
             config=config,
             mesh=mesh,
@@ -237,7 +300,7 @@ class Run:
             state=self.state,
             microbatches=self._training_data(),
             timers=Timers(config.logging.timing_log_level, mesh.device),
-            flops_per_token=training_flops_per_token(config.model, vocab_size, config.data.seq_length),
+            flops_per_token=partial(training_flops_per_token, config.model, outputs),
             on_first_gradients=self._dump if config.training.dump_grads is not None else None,
         )
 
@@ -261,7 +324,9 @@ class Run:
         return Loop(
             config=config,
             trainer=self.trainer,
-            evaluator=Evaluator(config, mesh, self.executor, self._runtime(None), self.plan, self._evaluation_data),
+            evaluator=Evaluator(
+                config, mesh, self.executor, self._runtime(None), self.plan, self._evaluation_data, self.decisions
+            ),
             total_iterations=self.total_iterations,
             splits=[
                 split
@@ -273,4 +338,5 @@ class Run:
             profiler=Profiler(config.logging, Path(config.logging.tensorboard_dir or "profile"), mesh.rank),
             save=self.save,
             say=self.say,
+            first_step=self._watched_step if config.logging.log_memory else None,
         )

@@ -41,8 +41,8 @@ class NonFiniteError(UserError):
 class Trainer:
     """All that a step needs.
 
-    `flops_per_token`: of forward and backward. `on_first_gradients`: called once with the loss scale, when the first
-    step's gradients are summed and not yet clipped.
+    `flops_per_token`: of forward and backward, by the sequences' mean length. `on_first_gradients`: called once with
+    the loss scale, when the first step's gradients are summed and not yet clipped.
     """
 
     config: RunConfig
@@ -57,7 +57,7 @@ class Trainer:
     state: TrainingState
     microbatches: Iterator[Microbatch]
     timers: Timers
-    flops_per_token: float
+    flops_per_token: Callable[[float], float]
     on_first_gradients: Callable[[float], None] | None = None
     _ended: float = field(default_factory=time.perf_counter)
 
@@ -66,7 +66,7 @@ class Trainer:
         samples = self.batches.at(self.state.consumed_samples)
         with self.timers.section("batch-generator", 2):
             microbatches = [next(self.microbatches) for _ in range(self._count(samples))]
-        tokens = self._count_tokens(microbatches)
+        tokens, processed = self._count_tokens(microbatches)
         loss_scale = self.scaler.scale
         loss = self._forward_backward(microbatches, tokens, loss_scale)
         with self.timers.section("all-grads-sync"):
@@ -76,18 +76,20 @@ class Trainer:
             self.on_first_gradients = None
         with self.timers.section("grad-norm", 2):
             result = self.optimizer.measure(loss_scale)
-        return self._finish(samples, float(loss.item()), loss_scale, result)
+        return self._finish(samples, int(processed.item()), float(loss.item()), loss_scale, result)
 
     def _count(self, samples: int) -> int:
         """Microbatches of this rank in a global batch of `samples`."""
         assert self.config.training.micro_batch_size is not None
         return samples // (self.config.training.micro_batch_size * self.mesh.dp.size)
 
-    def _count_tokens(self, microbatches: list[Microbatch]) -> Tensor:
-        """Unmasked tokens of the global batch: what the loss is the mean over. Float64, at least 1, on the device."""
-        mine = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
-        counted = all_reduce(mine.to(self.mesh.device, non_blocking=True), self.mesh.dp_cp)
-        return counted.clamp(min=1).to(torch.float64)
+    def _count_tokens(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor]:
+        """Tokens of the global batch, on the device: those whose loss counts, over which it is the mean (float64, at
+        least 1), and all that are processed (int64)."""
+        counted = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
+        mine = torch.stack([counted, torch.tensor(sum(batch.tokens.numel() for batch in microbatches))])
+        sums = all_reduce(mine.to(self.mesh.device, non_blocking=True), self.mesh.dp_cp)
+        return sums[0].clamp(min=1).to(torch.float64), sums[1]
 
     def _forward_backward(self, microbatches: list[Microbatch], tokens: Tensor, loss_scale: float) -> Tensor:
         """Gradients into the buffers; the mean loss over the global batch, equal on all ranks, still on the device."""
@@ -103,13 +105,14 @@ class Trainer:
         total = all_reduce(self.executor.loss_sum.clone(), self.mesh.all_but_tp)
         return total / tokens
 
-    def _finish(self, samples: int, loss: float, loss_scale: float, result: StepResult) -> StepRecord:
+    def _finish(self, samples: int, tokens: int, loss: float, loss_scale: float, result: StepResult) -> StepRecord:
         """Update or skip, advance the state, and tell."""
         state = self.state
         finite = result.finite and math.isfinite(loss)
         self._refuse(finite, loss, result)
         rate = self.schedule.learning_rate(state.schedule_samples)
         zeros = self.optimizer.count_zeros() if self.config.logging.log_num_zeros_in_grad else None
+        largest = self._largest_norms(loss_scale)
         if finite:
             with self.timers.section("optimizer"):
                 self.optimizer.step(
@@ -123,11 +126,10 @@ class Trainer:
         self.scaler.update(finite)
         state.iteration += 1
         state.consumed_samples += samples
-        state.consumed_tokens += samples * self._sequence_length
+        state.consumed_tokens += tokens
         state.skipped += not finite
         state.nans += math.isnan(loss)
         elapsed = self._elapsed()
-        all_tokens = samples * self._sequence_length
         return StepRecord(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,
@@ -139,11 +141,20 @@ class Trainer:
             skipped=not finite,
             global_batch_size=samples,
             elapsed_ms=elapsed * 1e3,
-            tokens_per_second=all_tokens / elapsed,
-            tflops_per_device=all_tokens * self.flops_per_token / elapsed / self.mesh.world.size / 1e12,
+            tokens_per_second=tokens / elapsed,
+            tflops_per_device=tokens * self.flops_per_token(tokens / samples) / elapsed / self.mesh.world.size / 1e12,
             params_norm=self.optimizer.parameter_norm() if self.config.logging.log_params_norm else None,
             zeros=zeros,
+            largest_norms=largest,
         )
+
+    def _largest_norms(self, loss_scale: float) -> tuple[tuple[str, float], ...]:
+        """The largest gradient norms and their parameters, as many as `--log-top-grad-norms` asks for."""
+        count = self.config.logging.log_top_grad_norms
+        if count == 0:
+            return ()
+        norms = self.optimizer.gradient_norms(loss_scale)
+        return tuple(sorted(norms.items(), key=lambda item: -item[1])[:count])
 
     def _refuse(self, finite: bool, loss: float, result: StepResult) -> None:
         """Stop the run where a step can't be taken and skipping it isn't wanted or leads nowhere."""
@@ -157,11 +168,6 @@ class Trainer:
             )
         if self.scaler.dynamic and self.scaler.scale <= self.scaler.minimum:
             raise NonFiniteError(f"{told}, with the loss scale already at --min-loss-scale {self.scaler.minimum}")
-
-    @property
-    def _sequence_length(self) -> int:
-        assert self.config.data.seq_length is not None
-        return self.config.data.seq_length
 
     def _elapsed(self) -> float:
         """Seconds since the last step ended (or `restart_clock`)."""

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from megalite.config.errors import FlagError
-from megalite.config.fields import all_fields, get, section_names
+from megalite.config.fields import FINETUNING, all_fields, get, section_names
 from megalite.config.flags import (
     FlagParser,
     add_section,
@@ -39,7 +39,7 @@ def test_nothing_given_is_the_schema_defaults() -> None:
 
 def test_every_field_can_be_set_by_its_flag_and_is_then_explicit() -> None:
     sample = {int: "3", float: "0.5", str: "text"}
-    parser = build_parser("p", "d")
+    parser = build_parser("p", "d", section_names(), megatron=True)
     for path, field in all_fields().items():
         words = [field.option]
         if field.kind is not bool:
@@ -124,7 +124,7 @@ def test_an_abbreviation_is_not_taken() -> None:
 
 
 def test_every_flag_says_its_default_and_meaning() -> None:
-    helps = help_of(build_parser("p", "d"))
+    helps = help_of(build_parser("p", "d", section_names()))
     for field in all_fields().values():
         text = helps[field.option]
         assert "default" in text, field.option
@@ -135,12 +135,23 @@ def test_every_flag_says_its_default_and_meaning() -> None:
 
 def test_help_has_one_group_for_each_section_and_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    text = build_parser("pretrain_gpt.py", "Pretrain.").format_help()
+    text = build_parser("finetune.py", "Fine-tune.", section_names()).format_help()
     for section in section_names():
         assert f"\n{section.replace('_', ' ')}:\n" in text
     assert max(len(line) for line in text.splitlines()) <= 80
     for option in (field.option for field in all_fields().values()):
         assert f" {option}" in text
+
+
+def test_pretraining_names_the_program_that_has_fine_tunings_flags() -> None:
+    fields = [field for field in all_fields().values() if field.section in FINETUNING]
+    for field in fields:
+        if field.option == "--chat-template":  # Megatron-LM's server has one of that name, which means nothing here
+            continue
+        with pytest.raises(FlagError, match=f"unknown flag {field.option}; it is a flag of finetune.py"):
+            parse(field.option, *(["1"] if field.kind is not bool else []))
+    assert {field.option for field in fields} > {"--load-hf", "--sft-data", "--task"}
+    assert parse("--chat-template", "x")[2] != []
 
 
 def test_help_loads_neither_torch_nor_numpy() -> None:

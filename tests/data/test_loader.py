@@ -18,6 +18,7 @@ from megalite.data.document_mask import Item, SampleFormat, SampleSource
 from megalite.data.loader import MicrobatchIterator, microbatch_iterator
 from megalite.data.microbatch import Microbatch
 from megalite.data.mock import MockDataset
+from megalite.data.packing import RowDataset, Rows, SequenceBuilder
 
 
 def mock(num_samples: int = 1000, **flags: bool) -> MockDataset:
@@ -82,6 +83,24 @@ def test_no_random_state_is_touched(num_workers: int) -> None:
     assert torch.equal(before[0], torch.get_rng_state())
     assert (before[1] == np.random.get_state()[1]).all()  # type: ignore[index]
     assert before[2] == random.getstate()
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_batches_are_cut_after_the_last_place_that_counts(multiple: int) -> None:
+    sequences = SequenceBuilder()
+    for length in (3, 7, 12, 4, 2, 5):
+        sequences.add(range(length), [False, *[True] * (length - 1)])
+    rows = RowDataset(sequences.build(), Rows.one_each(np.arange(6)), seq_length=16, pad=0, packed=False)
+    with loader(rows, micro_batch_size=2, total=5, trim_multiple=multiple) as cut:
+        short = list(cut)
+    with loader(rows, micro_batch_size=2, total=5) as whole:
+        long = list(whole)
+    assert [batch.tokens.shape[1] for batch in short] == {1: [6, 11, 1], 4: [8, 12, 4]}[multiple]
+    for a, b in zip(short, long, strict=True):
+        kept = a.tokens.shape[1]
+        assert torch.equal(a.tokens, b.tokens[:, :kept])
+        assert torch.equal(a.loss_mask, b.loss_mask[:, :kept])
+        assert not b.loss_mask[:, kept:].any()
 
 
 class Failing:

@@ -7,6 +7,7 @@ test mode; a fault replaces one of its functions before main is called.
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import signal
@@ -19,15 +20,13 @@ class Fault(RuntimeError):
     """What goes wrong."""
 
 
-def main(fault: str | None) -> None:
-    """Call the program's main with a fault in place, or with none."""
+def main(fault: str | None, script: str = "pretrain_gpt") -> None:
+    """Call the main function of the program `script` with a fault in place, or with none."""
     if fault is not None:
         name, rank, iteration = fault.split(":")
         if int(rank) == int(os.environ.get("RANK", "0")):
             FAULTS[name](int(iteration))
-    import pretrain_gpt
-
-    pretrain_gpt.main()
+    importlib.import_module(script).main()
 
 
 def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -99,11 +99,13 @@ def run(
     timeout: float = 100.0,
     check: bool = True,
     environment: dict[str, str] | None = None,
+    script: str = "pretrain_gpt",
 ) -> Outcome:
     """Run the program in `processes` fresh processes. With `check` they must all exit with 0. `environment`: for a
-    single process."""
+    single process. `script`: the program's module."""
+    argv = [f"{script}.py", *shlex.split(flags)]
     with tempfile.TemporaryDirectory() as folder:
-        outcome = _run(shlex.split(flags), processes, fault, timeout, Path(folder), environment or {})
+        outcome = _run(argv, processes, fault, timeout, Path(folder), environment or {})
     if check:
         assert outcome.code == 0, str(outcome)
     return outcome
@@ -157,10 +159,10 @@ def _work(
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), descriptor)
     multiprocessing.set_start_method(start_method, force=True)  # what the program finds when started by hand
     os.environ.update(environment)
-    sys.argv = [SCRIPT.name, *argv]
+    sys.argv = argv
     from tests.e2e import faults
 
-    faults.main(fault)
+    faults.main(fault, Path(argv[0]).stem)
 
 
 # --------------------------------------------------------------------------------------------------- real processes

@@ -5,14 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megalite.checkpoint.checkpoint import save_checkpoint
 from megalite.checkpoint.storage import Retention
 from megalite.config.schema import PrecisionConfig, RunConfig, TokenizerConfig
+from megalite.data.tokenizers import Tokenizer
 from megalite.distributed.mesh import single_process_mesh
+from megalite.inference.load import LoadedModel
+from megalite.inference.vocabulary import unknown_ids
 from megalite.models.gpt import GPTStage
 from megalite.nn.module import named_specs
 from megalite.precision.policy import Precision
+from tests.data.chat_files import chat_tokenizer
 from tests.helpers import pieces_of, tiny_model
+from tests.models import hf_models
 
 NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=130)  # 131 ids with its EOD, 130
 
@@ -40,3 +47,23 @@ def save_tiny(
     kwargs: dict[str, Any] = {"config": config, "training_state": state, "retain": Retention()}
     save_checkpoint(root, iteration, mesh=mesh, pieces=pieces_of(tensors), **kwargs)
     return model
+
+
+HF_ROWS = 448  # of the embedding table; the tokenizer has fewer ids
+
+
+def save_hf(folder: Path, *, template: bool = True) -> Path:
+    """A Hugging Face folder of a random Llama with a byte-level tokenizer of 404 ids and, perhaps, a chat template."""
+    network: dict[str, Any] = {"vocab_size": HF_ROWS, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    model = hf_models.llama_like("Llama", max_position_embeddings=256, eos_token_id=None, **network)
+    model.save_pretrained(folder)  # type: ignore[operator]
+    chat_tokenizer(folder, **({} if template else {"chat_template": None}))
+    return folder
+
+
+def loaded_of(model: GPTStage, tokenizer: Tokenizer) -> LoadedModel:
+    """What loading gives, of a model in memory."""
+    ends = frozenset(() if tokenizer.eod is None else (tokenizer.eod,))
+    unknown = torch.tensor(unknown_ids(tokenizer, model.vocab_size), dtype=torch.int64)
+    config, mesh = RunConfig(model=model.config), single_process_mesh()
+    return LoadedModel(model, tokenizer, config, mesh, [], ends, unknown, "tiny")

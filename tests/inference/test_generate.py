@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from megalite.config.errors import UserError
+from megalite.config.schema_peft import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.inference import generate as room
 from megalite.inference.generate import PaddedBatch, generate, stream, visible_keys
 from megalite.inference.options import GenerationOptions
 from megalite.models.gpt import GPTStage, plain_info
+from megalite.nn.module import named_specs
+from megalite.peft.apply import apply_peft, is_trained
 from tests.helpers import BF16, FP32, FP64, LLAMA, VOCABULARY, tiny_model
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [101, 102, 103, 104, 105]]
@@ -66,7 +69,7 @@ def test_cached_generation_equals_recomputing_the_whole_prefix(network: dict[str
     model = build(attention_backend=kernel, **network)
     for prompt in PROMPTS:
         expected = by_recomputing(model, prompt, lambda logits, _: logits.argmax(-1))
-        assert generate(model, [prompt], GREEDY, eod=None) == [expected]
+        assert generate(model, [prompt], GREEDY) == [expected]
         assert len(set(expected)) > 2
 
 
@@ -85,13 +88,30 @@ def test_a_batch_of_unequal_prompts_equals_each_alone(network: dict[str, Any], k
             tokens.append((step, 7, 11 * step, 0)[row])
 
 
+@pytest.mark.parametrize("network", [{}, LLAMA, {**LLAMA, "window_size": "3,0"}], ids=["gpt", "llama", "window"])
+@pytest.mark.parametrize("kind", ["lora", "prefix", "prompt"])
+def test_an_adapter_s_part_in_generation_is_its_part_in_training(kind: str, network: dict[str, Any]) -> None:
+    model = build(**network)
+    targets = {"lora_target_modules": ["all-linear"]} if kind == "lora" else {"num_virtual_tokens": 3}
+    apply_peft([model], PeftConfig(peft=kind, **targets), mesh=single_process_mesh(), precision=FP64, seed=1)
+    with torch.no_grad():
+        for name, parameter, _ in named_specs(model):
+            if is_trained(name):
+                parameter.normal_()
+    together = PaddedBatch(model, PROMPTS, new_tokens=2)
+    for step, found in enumerate((together.prefill(), together.advance(torch.tensor([[1], [2], [3], [4]])))):
+        for row, prompt in enumerate(PROMPTS):
+            expected = plain_logits(model, prompt + [row + 1] * step)
+            torch.testing.assert_close(found[row], expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_what_a_prompt_becomes_does_not_depend_on_its_companions(options: GenerationOptions) -> None:
     model = build(**LLAMA)
-    together = generate(model, PROMPTS, options, eod=None)
+    together = generate(model, PROMPTS, options)
     for index, prompt in enumerate(PROMPTS):
-        assert generate(model, [prompt], options, eod=None, indices=[index]) == [together[index]]
-    backwards = generate(model, PROMPTS[::-1], options, eod=None, indices=[3, 2, 1, 0])
+        assert generate(model, [prompt], options, indices=[index]) == [together[index]]
+    backwards = generate(model, PROMPTS[::-1], options, indices=[3, 2, 1, 0])
     assert backwards == together[::-1]
 
 
@@ -113,55 +133,55 @@ def test_every_query_sees_something_and_no_query_sees_padding_or_the_future() ->
 
 def test_the_same_seed_gives_the_same_and_another_seed_another() -> None:
     model = build()
-    assert generate(model, PROMPTS, SAMPLED, eod=None) == generate(model, PROMPTS, SAMPLED, eod=None)
+    assert generate(model, PROMPTS, SAMPLED) == generate(model, PROMPTS, SAMPLED)
     other = GenerationOptions(**{**vars(SAMPLED), "seed": 4})
-    assert generate(model, PROMPTS, SAMPLED, eod=None) != generate(model, PROMPTS, other, eod=None)
-    assert len({tuple(tokens) for tokens in generate(model, [[5]] * 8, SAMPLED, eod=None)}) == 8
+    assert generate(model, PROMPTS, SAMPLED) != generate(model, PROMPTS, other)
+    assert len({tuple(tokens) for tokens in generate(model, [[5]] * 8, SAMPLED)}) == 8
 
 
 def test_top_1_is_greedy() -> None:
     model = build(**LLAMA)
     options = GenerationOptions(max_new_tokens=NEW, temperature=3.0, top_k=1)
-    assert generate(model, PROMPTS, options, eod=None) == generate(model, PROMPTS, GREEDY, eod=None)
+    assert generate(model, PROMPTS, options) == generate(model, PROMPTS, GREEDY)
 
 
 def test_a_prompt_ends_before_the_end_of_document_and_the_others_go_on() -> None:
     model = build()
-    free = generate(model, PROMPTS, GREEDY, eod=None)
+    free = generate(model, PROMPTS, GREEDY)
     eod = free[2][4]
     expected = [tokens[: tokens.index(eod)] if eod in tokens else tokens for tokens in free]
     assert len(set(map(len, expected))) > 1
-    assert generate(model, PROMPTS, GREEDY, eod=eod) == expected
+    assert generate(model, PROMPTS, GREEDY, stop=[eod]) == expected
 
 
 def test_the_loop_ends_when_all_prompts_have_ended() -> None:
     model = build()
-    free = generate(model, [PROMPTS[0]], GREEDY, eod=None)[0]
-    steps = list(stream(model, [PROMPTS[0]], GREEDY, eod=free[3]))
+    free = generate(model, [PROMPTS[0]], GREEDY)[0]
+    steps = list(stream(model, [PROMPTS[0]], GREEDY, stop=[free[3]]))
     assert [ids for (ids,) in steps] == free[: free.index(free[3])]
-    assert generate(model, [PROMPTS[0]], GREEDY, eod=free[0]) == [[]]
+    assert generate(model, [PROMPTS[0]], GREEDY, stop=[free[0]]) == [[]]
 
 
 def test_learned_positions_can_be_filled_but_not_passed() -> None:
     model = build(max_position_embeddings=16)
     prompt = list(range(12))
-    assert len(generate(model, [prompt], GenerationOptions(max_new_tokens=4), eod=None)[0]) == 4
+    assert len(generate(model, [prompt], GenerationOptions(max_new_tokens=4))[0]) == 4
     with pytest.raises(UserError, match=r"prompt 2 has 12 tokens.*16 learned positions.*--max-new-tokens 4 or less"):
-        stream(model, [[1], prompt], GenerationOptions(max_new_tokens=5), eod=None)
+        stream(model, [[1], prompt], GenerationOptions(max_new_tokens=5))
     with pytest.raises(UserError, match=r"shorten it to 15 tokens"):
-        stream(model, [prompt * 2], GenerationOptions(max_new_tokens=1), eod=None)
+        stream(model, [prompt * 2], GenerationOptions(max_new_tokens=1))
 
 
 def test_rotary_positions_have_no_end() -> None:
     model = build(**LLAMA, max_position_embeddings=8)
     expected = by_recomputing(model, PROMPTS[2], lambda logits, _: logits.argmax(-1))
-    assert generate(model, [PROMPTS[2]], GREEDY, eod=None) == [expected]
+    assert generate(model, [PROMPTS[2]], GREEDY) == [expected]
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda precision: precision.name)
 def test_other_precisions_generate_too(precision: Any) -> None:
     model = tiny_model(single_process_mesh(), precision, init_method_std=0.4, **LLAMA)
-    tokens = generate(model, PROMPTS, GREEDY, eod=None)
+    tokens = generate(model, PROMPTS, GREEDY)
     assert all(0 <= token < VOCABULARY for row in tokens for token in row)
     assert [len(row) for row in tokens] == [NEW] * 4
 
@@ -171,7 +191,7 @@ def test_ids_never_come_from_vocabulary_padding() -> None:
     with torch.no_grad():
         model.output_weight[VOCABULARY:] = 1e6
     flat = GenerationOptions(max_new_tokens=40, temperature=1e6)
-    assert max(generate(model, [[1]], flat, eod=None)[0]) < VOCABULARY
+    assert max(generate(model, [[1]], flat)[0]) < VOCABULARY
 
 
 def test_weights_that_are_not_finite_are_reported() -> None:
@@ -179,4 +199,4 @@ def test_weights_that_are_not_finite_are_reported() -> None:
     with torch.no_grad():
         model.output_weight[5] = float("nan")
     with pytest.raises(UserError, match="not finite"):
-        generate(model, [[1]], GREEDY, eod=None)
+        generate(model, [[1]], GREEDY)

@@ -9,13 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import PrecisionConfig, TokenizerConfig
-from megalite.inference.load import load_for_generation
+from megalite.inference.generate import generate
+from megalite.inference.load import load_for_generation, load_huggingface_for_generation
+from megalite.inference.options import GenerationOptions
 from megalite.nn.module import named_specs
+from tests.checkpoint.huggingface import folders
 from tests.data.corpora import sentencepiece_model
 from tests.helpers import LLAMA
-from tests.inference.checkpoints import save_tiny
+from tests.inference.checkpoints import HF_ROWS, save_hf, save_tiny
+
+ONE_THREAD = {"layout.threads_per_rank": 1}
 
 
 @pytest.mark.parametrize(
@@ -116,3 +122,58 @@ def test_a_truncated_checkpoint_is_an_error_that_names_the_file(tmp_path: Path) 
         data.write_bytes(data.read_bytes()[:1000])
     with pytest.raises(UserError, match=r"distcp is truncated"):
         load_for_generation(str(tmp_path))
+
+
+def test_a_hugging_face_folder_continues_greedily_as_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    loaded = load_huggingface_for_generation(str(save_hf(tmp_path)), given=ONE_THREAD)
+    assert loaded.notes == [f"{tmp_path}, fp32 on cpu"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
+    suppressed = list(range(loaded.tokenizer.vocab_size, HF_ROWS))
+    for prompt in ([5, 6, 7], [301, 12, 300, 44, 2]):
+        how = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "suppress_tokens": suppressed}
+        expected = theirs.generate(torch.tensor([prompt]), **how)[0, len(prompt) :].tolist()
+        options = GenerationOptions(max_new_tokens=40)
+        assert generate(loaded.model, [prompt], options, unknown=loaded.unknown) == [expected]
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_chosen(tmp_path: Path) -> None:
+    loaded = load_huggingface_for_generation(str(save_hf(tmp_path)), given=ONE_THREAD)
+    known = loaded.tokenizer.vocab_size
+    assert loaded.unknown is not None
+    assert loaded.unknown.tolist() == list(range(known, HF_ROWS))
+    for options in (GenerationOptions(), GenerationOptions(temperature=1e6)):
+        free = generate(loaded.model, [[1]] * 8, options)
+        assert options.greedy or any(token >= known for row in free for token in row)
+        kept = generate(loaded.model, [[1]] * 8, options, unknown=loaded.unknown)
+        assert all(token < known for row in kept for token in row)
+
+
+def test_a_folder_says_which_ids_end_a_text_and_how_long_one_is(tmp_path: Path) -> None:
+    folder = save_hf(tmp_path)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 7]}')
+    loaded = load_huggingface_for_generation(str(folder), given=ONE_THREAD)
+    assert loaded.tokenizer.eod is not None
+    assert loaded.ends == {3, 7, loaded.tokenizer.eod}
+    assert loaded.context == 256
+
+
+def test_a_converted_checkpoint_is_the_folder_again(tmp_path: Path) -> None:
+    source = save_hf(tmp_path / "hf")
+    huggingface_to_megalite(source, tmp_path / "run", folders.build)
+    ours = load_for_generation(str(tmp_path / "run"), given=ONE_THREAD)
+    theirs = load_huggingface_for_generation(str(source), given=ONE_THREAD)
+    for (name, one, spec), (_, other, _) in zip(named_specs(ours.model), named_specs(theirs.model), strict=True):
+        box = spec.boxes[0].local_slices  # without the vocabulary's padding
+        assert torch.equal(one[box], other[box]), name
+    assert (ours.ends, ours.context) == (theirs.ends, theirs.context)
+    assert ours.unknown is not None
+    assert theirs.unknown is not None
+    assert torch.equal(ours.unknown, theirs.unknown)
+
+
+def test_half_precision_weights_stay_so(tmp_path: Path) -> None:
+    folder = folders.save("llama, grouped, tied", tmp_path, dtype=torch.bfloat16)
+    assert load_huggingface_for_generation(str(folder), given=ONE_THREAD).model.output_weight.dtype == torch.bfloat16
+    given = {**ONE_THREAD, "precision.fp64": True}
+    assert load_huggingface_for_generation(str(folder), given=given).model.output_weight.dtype == torch.float64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -10,10 +11,12 @@ from megalite.config.errors import UserError
 from megalite.data.tokenizers import NullTokenizer, SentencePieceTokenizer, Tokenizer
 from megalite.distributed.mesh import single_process_mesh
 from megalite.inference.generate import generate
+from megalite.inference.load import LoadedModel
 from megalite.inference.options import GenerationOptions
-from megalite.inference.text import complete, encode_prompts
+from megalite.inference.text import StopStrings, Writing, encode_prompts
 from tests.data.corpora import sentencepiece_model
 from tests.helpers import FP32, LLAMA, tiny_model
+from tests.inference.checkpoints import loaded_of
 
 SAMPLED = GenerationOptions(max_new_tokens=30, temperature=2.0)
 
@@ -35,36 +38,57 @@ class Words(Tokenizer):
         return "".join(map(chr, ids))
 
 
-def test_a_completion_is_the_text_of_the_ids_after_its_prompt(tokenizer: SentencePieceTokenizer) -> None:
+@pytest.fixture(scope="module")
+def loaded(tokenizer: SentencePieceTokenizer) -> LoadedModel:
     model = tiny_model(single_process_mesh(), FP32, vocab_size=tokenizer.vocab_size, init_method_std=0.4, **LLAMA)
+    return loaded_of(model, tokenizer)
+
+
+def write(loaded: LoadedModel, prompts: list[str], options: GenerationOptions = SAMPLED, **more: Any) -> Writing:
+    return Writing(loaded, encode_prompts(loaded.tokenizer, prompts), options, stop=loaded.ends, **more)
+
+
+def test_a_continuation_is_the_text_of_the_ids_after_its_prompt(loaded: LoadedModel) -> None:
     prompts = ["The quick brown", "今天天气", "def add(", "👍"]
-    results = complete(model, tokenizer, prompts, SAMPLED)
-    ids = encode_prompts(tokenizer, prompts)
-    assert [result.tokens for result in results] == generate(model, ids, SAMPLED, eod=tokenizer.eod)
-    for result, prompt, start in zip(results, prompts, ids, strict=True):
-        assert result.prompt == prompt
-        assert result.prompt + result.text == tokenizer.detokenize([*start, *result.tokens])
+    writing = write(loaded, prompts)
+    pieces = list(writing)
+    ids = encode_prompts(loaded.tokenizer, prompts)
+    assert [one.tokens for one in writing.results] == generate(loaded.model, ids, SAMPLED, stop=loaded.ends)
+    for number, (result, prompt, start) in enumerate(zip(writing.results, prompts, ids, strict=True)):
+        assert "".join(texts[number] for texts in pieces) == result.text
+        assert prompt + result.text == loaded.tokenizer.detokenize([*start, *result.tokens])
+        assert result.finish == ("length" if len(result.tokens) == 30 else "stop")
 
 
-def test_what_is_shown_joined_is_the_result(tokenizer: SentencePieceTokenizer) -> None:
-    model = tiny_model(single_process_mesh(), FP32, vocab_size=tokenizer.vocab_size, init_method_std=0.4, **LLAMA)
-    shown = ["", ""]
+def test_a_text_ends_before_a_stop_string_however_it_is_cut_into_tokens(loaded: LoadedModel) -> None:
+    free = write(loaded, ["The"])
+    list(free)
+    text = free.results[0].text
+    assert len(text) > 12
+    for stop in (text[5:7], text[5:12]):
+        writing = write(loaded, ["The"], stop_strings=["never", stop])
+        shown = "".join(texts[0] for texts in writing)
+        assert shown == writing.results[0].text == text[: text.index(stop)]
+        assert writing.results[0].finish == "stop"
+        assert len(writing.results[0].tokens) < len(free.results[0].tokens)
 
-    def show(number: int, text: str) -> None:
-        assert text
-        shown[number] += text
 
-    results = complete(model, tokenizer, ["The", "小明"], SAMPLED, show=show)
-    assert shown == [result.prompt + result.text for result in results]
+def test_what_may_begin_a_stop_string_is_held_back_until_it_is_known() -> None:
+    strings = StopStrings(["abcd", "ce"])
+    assert [strings.add(part) for part in ("xab", "c", "c", "f")] == ["x", "", "abc", "cf"]
+    assert (strings.add("ab"), strings.flush(), strings.found) == ("", "ab", False)
+    strings = StopStrings(["abcd", "ce"])
+    assert (strings.add("zabce"), strings.add("more"), strings.flush(), strings.found) == ("zab", "", "", True)
 
 
 def test_an_empty_prompt_starts_a_document_and_others_are_joined_to_what_follows() -> None:
     tokenizer = NullTokenizer(130)
     assert encode_prompts(tokenizer, ["", "5 6", "  "]) == [[130], [5, 6], [130]]
-    model = tiny_model(single_process_mesh(), FP32)
+    loaded = loaded_of(tiny_model(single_process_mesh(), FP32), tokenizer)
     for prompt, blank in (("", ""), ("5 6", " ")):
-        (result,) = complete(model, tokenizer, [prompt], GenerationOptions(max_new_tokens=5))
-        assert result.text == blank + " ".join(map(str, result.tokens))
+        writing = write(loaded, [prompt], GenerationOptions(max_new_tokens=5))
+        list(writing)
+        assert writing.results[0].text == blank + " ".join(map(str, writing.results[0].tokens))
 
 
 def test_an_empty_prompt_starts_from_the_begin_id_where_there_is_no_end() -> None:

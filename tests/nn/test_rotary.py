@@ -66,9 +66,11 @@ def test_linear_interpolation_divides_positions() -> None:
     assert torch.allclose(ours, turned(x, positions, 10000, 16, interleaved=False, stretch=4), atol=1e-12)
 
 
-@pytest.mark.parametrize("factor", [8.0, 32.0, 2.5])
+@pytest.mark.parametrize(("factor", "low", "high", "length"), [(8.0, 1.0, 4.0, 8192), (2.5, 2.0, 16.0, 4096)])
 @pytest.mark.parametrize(("width", "base"), [(64, 5e5), (128, 5e5), (64, 10000.0), (32, 1e6)])
-def test_llama3_scaling_equals_transformers(factor: float, width: int, base: float) -> None:
+def test_llama3_scaling_equals_transformers(
+    factor: float, low: float, high: float, length: int, width: int, base: float
+) -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -81,13 +83,21 @@ def test_llama3_scaling_equals_transformers(factor: float, width: int, base: flo
             "rope_type": "llama3",
             "rope_theta": base,
             "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": length,
         },
     )
     expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](theirs, CPU)
-    config = rope_config(width, rotary_base=base, use_rope_scaling=True, rope_scaling_factor=factor)
+    config = rope_config(
+        width,
+        rotary_base=base,
+        use_rope_scaling=True,
+        rope_scaling_factor=factor,
+        rope_low_freq_factor=low,
+        rope_high_freq_factor=high,
+        rope_original_max_position_embeddings=length,
+    )
     assert attention_factor == 1.0
     assert torch.allclose(inverse_frequencies(config, torch.float32, CPU), expected, rtol=1e-6, atol=0)
     unscaled = inverse_frequencies(rope_config(width, rotary_base=base), torch.float32, CPU)

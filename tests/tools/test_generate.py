@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import re
+import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
-from megalite.data.tokenizers import SentencePieceTokenizer
+from megalite.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from tests.data.corpora import sentencepiece_model
 from tests.helpers import LLAMA
-from tests.inference.checkpoints import save_tiny
+from tests.inference.checkpoints import save_hf, save_tiny
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "generate.py"
 SAMPLED = ("--temperature", "1.5", "--top-k", "50", "--top-p", "0.95", "--max-new-tokens", "12")
@@ -98,7 +103,10 @@ def test_prompt_and_continuation_are_printed_as_one_text(
     (one,) = as_json(tool, capsys, *flags)
     out, err = call(tool, capsys, *flags)
     assert out == one["prompt"] + one["text"] + "\n"
-    assert err == f"iteration 10 of {run / 'checkpoints'}, fp32 on cpu\n"
+    notes, speed, rest = err.split("\n")
+    assert notes == f"iteration 10 of {run / 'checkpoints'}, fp32 on cpu"
+    assert re.fullmatch(r"12 tokens in \d+\.\d s \(\d+\.\d tokens/s\)", speed)
+    assert rest == ""
 
 
 def test_several_prompts_are_told_apart(tool: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,6 +154,12 @@ def test_what_has_no_effect_is_said(tool: ModuleType, run: Path, capsys: pytest.
     ("flags", "message"),
     [
         ((), "--prompt or --prompt-file is missing"),
+        (("--prompt", "a", "--load-hf", "b"), "exactly one of --load and --load-hf"),
+        (("--prompt", "a", "--serve", "0"), "--serve takes its prompts from requests"),
+        (("--serve", "65536"), "--serve 65536 must be a port"),
+        (("--chat", "--json"), "--json belongs to --prompt"),
+        (("--prompt", "a", "--system", "b"), "--system belongs to --chat and --serve"),
+        (("--chat",), "give --chat-template chatml or a file"),
         (("--prompt", "a", "--max-new-tokens", "-1"), "--max-new-tokens -1 must be at least 1"),
         (("--prompt", "a", "--temperature", "-0.5"), "--temperature -0.5 must be 0"),
         (("--prompt", "a", "--top-k", "0"), "--top-k 0 must be at least 1"),
@@ -169,3 +183,60 @@ def test_too_many_tokens_for_learned_positions_are_refused(tool: ModuleType, tmp
     save_tiny(tmp_path, max_position_embeddings=16)
     with pytest.raises(UserError, match=r"16 learned positions.*--max-new-tokens 13 or less"):
         tool.main(["--load", str(tmp_path), "--threads-per-rank", "1", "--prompt", "1 2 3", "--max-new-tokens", "14"])
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hf(tmp_path_factory.mktemp("hf") / "tiny")
+
+
+def test_a_prompt_of_a_chat_is_a_user_s_message(tool: ModuleType, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--load-hf", str(hf), "--threads-per-rank", "1", "--max-new-tokens", "5"]
+    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    (plain,) = as_json(tool, capsys, *flags, "--prompt", text)
+    (chat,) = as_json(tool, capsys, *flags, "--chat", "--system", "Be brief.", "--prompt", "Hello")
+    assert chat == {**plain, "prompt": "Hello"}
+    out, _ = call(tool, capsys, *flags, "--chat", "--system", "Be brief.", "--prompt", "Hello")
+    assert out == chat["text"] + "\n"
+
+
+def test_a_conversation_is_read_line_by_line(
+    tool: ModuleType, hf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/reset\nHello\n/exit\n"))
+    out, _ = call(tool, capsys, "--load-hf", str(hf), "--threads-per-rank", "1", "--chat", "--max-new-tokens", "6")
+    first, second = out.split("(a new conversation)\n")
+    assert first == second != ""
+
+
+def test_an_adapter_is_put_on_the_model(
+    tool: ModuleType, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(hf, local_files_only=True)
+    how = peft.LoraConfig(r=4, lora_alpha=64, init_lora_weights=False, target_modules="all-linear")
+    theirs = peft.get_peft_model(base, how)
+    theirs.save_pretrained(tmp_path)
+    ids = HuggingFaceTokenizer(str(hf)).tokenize("Hello")
+    suppressed = list(range(HuggingFaceTokenizer(str(hf)).vocab_size, theirs.config.vocab_size))
+    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "suppress_tokens": suppressed}
+    expected = theirs.generate(torch.tensor([ids]), **settings)[0, len(ids) :].tolist()
+    flags = ["--load-hf", str(hf), "--threads-per-rank", "1", "--prompt", "Hello", "--max-new-tokens", "12"]
+    (plain,) = as_json(tool, capsys, *flags)
+    (adapted,) = as_json(tool, capsys, *flags, "--adapter", str(tmp_path))
+    assert adapted["tokens"] == expected != plain["tokens"]
+
+
+def test_a_signal_ends_the_server_in_the_middle_of_an_answer(hf: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--load-hf", str(hf), "--threads-per-rank", "1", "--serve", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        lines = [server.stderr.readline() for _ in range(2)]
+        found = re.match(r"tiny on (http://127\.0\.0\.1:\d+/v1); Ctrl-C ends it", lines[1])
+        assert found is not None, lines
+        body = json.dumps({"prompt": "a", "max_tokens": 250, "stream": True}).encode()
+        with urllib.request.urlopen(f"{found[1]}/completions", body, timeout=60) as answer:
+            assert answer.readline().startswith(b"data: {")
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(timeout=30) == 0
+        assert "the server ends" in server.stderr.read()

@@ -66,7 +66,8 @@ def _local_normaliser(mesh: Mesh, values: Values, steps: int) -> Trace | None:
     count = Trainer._count_tokens
 
     def local(self: Trainer, microbatches: Any) -> Any:
-        return count(self, microbatches) / mesh.dp.size
+        counted, processed = count(self, microbatches)
+        return counted / mesh.dp.size, processed
 
     with mock.patch.object(Trainer, "_count_tokens", local):
         return trace(mesh, values, steps)

@@ -24,6 +24,7 @@ from megalite.nn.attention_backend import bounded_window
 # Fields of ModelConfig that don't decide what the network computes in evaluation.
 _INERT = {
     "preset",
+    "model_vocab_size",  # compared apart
     "make_vocab_size_divisible_by",
     "attention_backend",
     "init_method_std",
@@ -39,6 +40,9 @@ _ROTARY = {
     "rotary_interleaved",
     "use_rope_scaling",
     "rope_scaling_factor",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "rope_original_max_position_embeddings",
     "rotary_seq_len_interpolation_factor",
 }
 
@@ -78,7 +82,8 @@ def essence(model: ModelConfig) -> dict[str, Any]:
     if model.position_embedding_type != "rope":
         result = {name: value for name, value in result.items() if name not in _ROTARY}
     elif not model.use_rope_scaling:
-        del result["rope_scaling_factor"]
+        for name in ("scaling_factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            del result[f"rope_{name}"]
     return result
 
 

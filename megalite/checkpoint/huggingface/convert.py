@@ -58,6 +58,7 @@ def huggingface_to_megalite(source: Path, root: Path, build: BuildModel) -> Path
     found = read_huggingface_config(source)
     with TensorFiles(source) as files:
         config = RunConfig(model=found.model)
+        config.model.model_vocab_size = found.vocab_size
         model = build(config, found.vocab_size, single_process_mesh("meta"))
         weights = _all_weights(source, found, files, {name: spec.shape for name, _, spec in named_specs(model)})
         config.precision = _precision(weights.dtype(EMBEDDING))

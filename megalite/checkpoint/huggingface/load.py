@@ -6,7 +6,7 @@ and no rank ever holds more than one of its boxes twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -22,12 +22,14 @@ from megalite.distributed.pieces import Piece
 
 
 @torch.no_grad()
-def load_huggingface(directory: str | Path, *, mesh: Mesh, pieces: Iterable[Piece]) -> None:
+def load_huggingface(
+    directory: str | Path, *, mesh: Mesh, pieces: Iterable[Piece], left_out: Collection[str] = ()
+) -> None:
     """Fill `pieces` of parameters, named as for `load_checkpoint`, from the folder. Collective over the world.
 
     Values are converted to each piece's dtype; rows of padding are left as they are. Every parameter must be there
-    with its logical shape, and some rank must want every tensor that is there. All ranks raise the same
-    `CheckpointError`, naming tensors or file; pieces may then be filled in part.
+    with its logical shape, and some rank must want every tensor that is there, but those of the parameters `left_out`.
+    All ranks raise the same `CheckpointError`, naming tensors or file; pieces may then be filled in part.
     """
     wanted = [(parameter_name(piece.name), piece) for piece in pieces]
     opened: list[tuple[TensorFiles, LogicalWeights]] = []
@@ -42,6 +44,7 @@ def load_huggingface(directory: str | Path, *, mesh: Mesh, pieces: Iterable[Piec
         if mesh.is_first:
             tied = not found.model.untie_embeddings_and_output_weights
             repeated.extend(filter(None, [weights.check_tied_output(tied)]))
+        repeated.extend(weights.stored_names(left_out))
 
     agree(attempt(prepare), mesh.world)
     files, weights = opened[0]

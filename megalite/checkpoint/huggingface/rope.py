@@ -13,8 +13,8 @@ from megalite.checkpoint.huggingface.fields import Fields
 from megalite.config.schema import ModelConfig
 
 DEFAULT_BASE = 10000.0
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants of Llama 3's scaling, which `nn/rotary.py` has too."""
+_LLAMA3 = {"low_freq_factor": float, "high_freq_factor": float, "original_max_position_embeddings": int}
+"""Constants of Llama 3's scaling, which `ModelConfig` has under `rope_` and the same names."""
 
 
 def read_rope(fields: Fields, *, positions: int, partial: float | None = None) -> dict[str, Any]:
@@ -30,14 +30,16 @@ def read_rope(fields: Fields, *, positions: int, partial: float | None = None) -
     kind = rope.choose("rope_type", ("default", "linear", "llama3"), "default")
     if kind == "linear":
         factor = rope.take("factor", float)
-        if factor < 1 or not factor.is_integer():
-            rope.refuse("factor", factor, "linear scaling takes a whole number, at least 1")
-        result["rotary_seq_len_interpolation_factor"] = int(factor)
+        if factor < 1:
+            rope.refuse("factor", factor, "linear scaling takes a number of at least 1")
+        result["rotary_seq_len_interpolation_factor"] = factor
     elif kind == "llama3":
         rope.values.setdefault("original_max_position_embeddings", positions)
         result |= {"use_rope_scaling": True, "rope_scaling_factor": rope.take("factor", float)}
-        for name, value in LLAMA3.items():
-            rope.choose(name, (value,), value)
+        for name, of in _LLAMA3.items():
+            result[f"rope_{name}"] = rope.take(name, of)
+        if result["rope_high_freq_factor"] <= result["rope_low_freq_factor"]:
+            rope.refuse("high_freq_factor", result["rope_high_freq_factor"], "it must be above low_freq_factor")
     if kind != "llama3":  # written beside other kinds by some versions, and without meaning there
         rope.drop("original_max_position_embeddings")
     rope.finish()
@@ -68,7 +70,8 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     if model.rotary_percent != 1.0:
         result["partial_rotary_factor"] = model.rotary_percent
     if model.use_rope_scaling:
-        result["rope_scaling"] = {"rope_type": "llama3", "factor": float(model.rope_scaling_factor), **LLAMA3}
+        constants = {name: of(getattr(model, f"rope_{name}")) for name, of in _LLAMA3.items()}
+        result["rope_scaling"] = {"rope_type": "llama3", "factor": float(model.rope_scaling_factor), **constants}
     elif model.rotary_seq_len_interpolation_factor is not None:
         result["rope_scaling"] = {"rope_type": "linear", "factor": float(model.rotary_seq_len_interpolation_factor)}
     return result

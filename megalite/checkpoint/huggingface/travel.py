@@ -47,7 +47,7 @@ def tokenizer_of(folder: Path, vocab_size: int) -> TokenizerConfig:
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     if (folder / "tokenizer.model").is_file():
         path = str(folder / "tokenizer.model")
-        return TokenizerConfig(tokenizer_type="SentencePartTokenizer", tokenizer_model=path)
+        return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=path)
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         vocabulary, merges = str(folder / "vocab.json"), str(folder / "merges.txt")
         return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges)
@@ -72,7 +72,7 @@ def copy_tokenizer(tokenizer: TokenizerConfig, target: Path) -> list[str]:
     files: dict[str, str | None] = {}
     if kind == "HuggingFaceTokenizer":
         files = {"tokenizer.json": model}
-    elif kind == "SentencePartTokenizer":
+    elif kind == "SentencePieceTokenizer":
         files = {"tokenizer.model": model}
     elif kind == "GPT2BPETokenizer":
         files = {"vocab.json": tokenizer.vocab_file, "merges.txt": tokenizer.merge_file}

@@ -44,6 +44,10 @@ class LogicalWeights:
         """A file that holds the model without its head has names without its prefix."""
         return name.removeprefix(self.architecture.prefix) if self._bare else name
 
+    def stored_names(self, names: Iterable[str]) -> list[str]:
+        """Tensors of parameters that may be stored though the model has them not; of parameters with one tensor."""
+        return [self._stored_name(part.name) for name in names for part in self.architecture.parts(name, ())]
+
     def _check(self) -> None:
         stored = self.tensors.stored
         wanted = [one for parts in self.parts.values() for one in parts]

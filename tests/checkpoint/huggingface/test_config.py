@@ -144,6 +144,18 @@ def test_old_and_new_rotary_keys_mean_the_same(old: dict[str, Any], new: dict[st
     assert network({**TINY, **old}) == network({**TINY, "rope_parameters": new})
 
 
+def test_scaling_with_other_numbers_goes_out_as_it_came_in() -> None:
+    constants = {"low_freq_factor": 2.0, "high_freq_factor": 8.0}
+    for scaling in (
+        {**LLAMA3, **constants, "original_max_position_embeddings": 4096},
+        {"rope_type": "linear", "factor": 2.5},
+    ):
+        found = parse_config({**TINY, "rope_scaling": scaling}, "config.json")
+        assert describe_network(found.model, found.vocab_size)[1]["rope_scaling"] == scaling
+    rest = {name: value for name, value in LLAMA3.items() if name != "original_max_position_embeddings"}
+    assert network({**TINY, "rope_scaling": rest}).rope_original_max_position_embeddings == 64
+
+
 def test_part_of_a_head_is_rotated_as_either_key_says() -> None:
     glm = {**TINY, "model_type": "glm"}
     assert network(glm).rotary_percent == 0.5
@@ -166,13 +178,9 @@ def test_part_of_a_head_is_rotated_as_either_key_says() -> None:
         ({**TINY, "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: supported: 'silu'"),
         ({**TINY, "attention_bias": True}, "attention_bias True is not supported: it must equal mlp_bias"),
         ({**TINY, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: rope_type 'yarn'"),
-        ({**TINY, "rope_scaling": {"type": "linear", "factor": 2.5}}, "factor 2.5 is not supported"),
+        ({**TINY, "rope_scaling": {"type": "linear", "factor": 0.5}}, "factor 0.5 is not supported"),
         ({**TINY, "rope_scaling": {"type": "linear"}}, "rope_scaling lacks factor"),
-        ({**TINY, "rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor 2.0"),
-        (
-            {**TINY, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}},
-            "original_max_position_embeddings 64 is not supported",
-        ),
+        ({**TINY, "rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor 4.0 is not supported"),
         ({**TINY, "rope_parameters": {"rope_type": "default", "mscale": 1.0}}, "not understood: mscale 1.0"),
         ({**TINY, "rope_parameters": {"full_attention": {}}}, "differ between layers"),
         ({**TINY, "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta 500000.0 is not supported"),

@@ -1,0 +1,33 @@
+#!/usr/bin/env python
+"""Fine-tune a GPT model: supervised answers, labels, or more text.
+
+One process: `python finetune.py FLAGS`. Several: `torchrun --nproc-per-node N finetune.py FLAGS`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megalite.config.fields import section_names
+from megalite.config.flags import build_parser
+
+PROGRAM = "finetune.py"
+DESCRIPTION = "Fine-tune a GPT model. Run it with python (one process) or torchrun (several)."
+
+
+def main() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        parser = build_parser(PROGRAM, DESCRIPTION, section_names(), megatron=True)
+        parser.parse_args(["--help"])  # answers before torch is imported
+    from megalite.distributed.launch import Environment, run_worker
+
+    def work(environment: Environment) -> None:
+        from megalite.training.finetune import finetune
+
+        finetune(sys.argv[1:], environment, program=PROGRAM, description=DESCRIPTION)
+
+    run_worker(work)
+
+
+if __name__ == "__main__":
+    main()

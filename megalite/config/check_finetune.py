@@ -1,0 +1,61 @@
+"""Combinations of fine-tuning's flags that can't work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.check_run import needs
+from megalite.config.fields import all_fields, get
+from megalite.config.schema import RunConfig
+
+_OTHER_SOURCES = ("mock_data", "data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
+
+
+def finetune_problems(config: RunConfig) -> Iterator[str]:
+    """A base model and a task with its data, and nothing that belongs to others."""
+    yield from _base_problems(config)
+    yield from _data_problems(config)
+    finetune, fields = config.finetune, all_fields()
+    task = finetune.task or ("lm" if finetune.sft_data is None else "sft")
+    for needed, reason, names in (
+        (finetune.sft_data is not None, "--sft-data", ["sft_valid_data", "sft_valid_share"]),
+        (task == "sft", "--task sft", ["sft_packing", "sft_long_answers", "chat_template"]),
+        (task == "classification", "--task classification", ["class_names"]),
+    ):
+        yield from needs(config, needed, reason, *(f"finetune.{name}" for name in names))
+    classes = finetune.class_names
+    if classes is not None and (len(classes) < 2 or len(set(classes)) < len(classes)):
+        yield f"{fields['finetune.class_names'].show(classes)}: two or more different names are needed"
+    if finetune.sft_valid_share and finetune.sft_valid_data:
+        yield "--sft-valid-share and --sft-valid-data exclude each other"
+
+
+def _base_problems(config: RunConfig) -> Iterator[str]:
+    if config.finetune.load_hf is None:
+        return
+    if config.model.preset is not None:
+        yield f"--preset {config.model.preset} and --load-hf exclude each other: both say what the network is"
+    if config.checkpoint.pretrained_checkpoint is not None:
+        yield "--pretrained-checkpoint and --load-hf exclude each other: choose one source of weights"
+
+
+def _data_problems(config: RunConfig) -> Iterator[str]:
+    task, data = config.finetune.task, config.finetune.sft_data
+    if data is None:
+        if task in ("sft", "classification"):
+            yield f"--task {task} needs --sft-data"
+        return
+    if task == "lm":
+        yield "--task lm learns from --data-path; with --sft-data the task is sft or classification"
+    fields = all_fields()
+    for path in (f"data.{name}" for name in _OTHER_SOURCES):
+        if get(config, path) != fields[path].default:
+            yield f"{fields[path].option} and --sft-data exclude each other: choose one source of data"
+
+
+def idle_beside_sft_data(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
+    """As `check.without_effect` needs it: what `--sft-data` makes meaningless."""
+    if config.finetune.sft_data is None:
+        return
+    names = ["split", "data_cache_path", "mmap_bin_files", "reset_position_ids", "reset_attention_mask"]
+    yield "with --sft-data", [f"data.{name}" for name in [*names, "eod_mask_loss"]]

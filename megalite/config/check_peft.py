@@ -1,0 +1,117 @@
+"""What can be wrong with adapters: names of targets, and combinations with the network and its layout.
+
+Key idea: a target is a name that Hugging Face gives a linear layer, of this network or of another that has the same
+layer in other parts (queries alone, or queries, keys and values together); so any network takes any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.fields import all_fields, get
+from megalite.config.schema import ModelConfig, RunConfig
+from megalite.config.schema_peft import PeftConfig
+
+DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL_LINEAR = "all-linear"
+
+ATTENTION = {"q_proj": ("q_proj",), "k_proj": ("k_proj",), "v_proj": ("v_proj",), "o_proj": ("o_proj",)}
+GATED = {
+    **ATTENTION,
+    "gate_proj": ("gate_proj",),
+    "up_proj": ("up_proj",),
+    "gate_up_proj": ("gate_up_proj",),
+    "down_proj": ("down_proj",),
+}
+PLAIN = {
+    **ATTENTION,
+    "c_attn": ("c_attn",),
+    "c_proj": ("o_proj", "down_proj"),
+    "c_fc": ("up_proj",),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
+_FUSED = {"c_attn": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora")
+_NEEDS = {
+    **dict.fromkeys(_LORA, ("--peft lora", ("lora",))),
+    "num_virtual_tokens": ("--peft prefix or prompt", ("prefix", "prompt")),
+    "prefix_projection": ("--peft prefix", ("prefix",)),
+    "prefix_hidden_size": ("--peft prefix", ("prefix",)),
+    "prompt_init_text": ("--peft prompt", ("prompt",)),
+    "save_adapter": ("--peft lora, prefix or prompt", ("lora", "prefix", "prompt")),
+}
+
+
+def target_names(peft: PeftConfig) -> list[str]:
+    """`--lora-target-modules` as single names; commas separate as blanks do."""
+    words = DEFAULT_TARGETS if peft.lora_target_modules is None else peft.lora_target_modules
+    return [name for word in words for name in word.replace(",", " ").split()]
+
+
+def valid_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Names that `--lora-target-modules` takes for this network, and the parts of it that each means."""
+    return GATED if model.swiglu else PLAIN
+
+
+def lora_parts(model: ModelConfig, names: list[str]) -> list[str]:
+    """The parts that sound target names mean, each once, in the order of the network."""
+    if ALL_LINEAR in names:  # what Hugging Face's model has as one layer gets one pair of matrices
+        names = ["c_attn", "c_proj", "c_fc"]
+        if model.swiglu:
+            fused = model.rotary_interleaved
+            names = [*ATTENTION, *(["gate_up_proj"] if fused else ["gate_proj", "up_proj"]), "down_proj"]
+    table = valid_targets(model)
+    wanted = {part for name in names for part in table[name]}
+    return [part for part in ("c_attn", *GATED) if part in wanted]
+
+
+def peft_problems(config: RunConfig) -> Iterator[str]:
+    """Problems of the section `peft`."""
+    peft = config.peft
+    fields = all_fields()
+    for name, (reason, kinds) in _NEEDS.items():
+        field = fields[f"peft.{name}"]
+        value = get(config, field.path)
+        if value != field.default and peft.peft not in kinds and peft.load_adapter is None:
+            yield f"{field.show(value)} needs {reason}"
+    if peft.prefix_hidden_size is not None and not peft.prefix_projection:
+        yield f"--prefix-hidden-size {peft.prefix_hidden_size} needs --prefix-projection"
+    if peft.prefix_projection and peft.load_adapter is not None:
+        yield "--prefix-projection: an adapter folder holds what the projection gave, not the projection: leave it out"
+    if peft.peft == "lora":
+        yield from _target_problems(config)
+    if peft.peft in ("prefix", "prompt"):
+        yield from _virtual_token_problems(config)
+
+
+def _target_problems(config: RunConfig) -> Iterator[str]:
+    valid, names = valid_targets(config.model), target_names(config.peft)
+    listed = f"valid for this network: {', '.join(valid)}; or {ALL_LINEAR} alone"
+    if not names:
+        yield f"--lora-target-modules names nothing; {listed}"
+    for name in names:
+        if name not in valid and name != ALL_LINEAR:
+            yield f"--lora-target-modules {name} is no linear layer; {listed}"
+    if ALL_LINEAR in names and len(names) > 1:
+        yield f"--lora-target-modules {','.join(names)}: {ALL_LINEAR} already means every linear layer"
+    for whole, parts in _FUSED.items():
+        if whole in names and set(parts) & set(names):
+            yield f"--lora-target-modules {','.join(names)}: {whole} already means {', '.join(parts)}"
+
+
+def _virtual_token_problems(config: RunConfig) -> Iterator[str]:
+    peft, model, layout, length = config.peft, config.model, config.layout, config.data.seq_length
+    flag = f"--num-virtual-tokens {peft.num_virtual_tokens}"
+    longest = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
+    if length is not None and longest is not None and length + peft.num_virtual_tokens > longest:
+        yield (
+            f"{flag} and --seq-length {length} are more than the network's {longest} learned positions "
+            f"(--max-position-embeddings): --seq-length may be {max(0, longest - peft.num_virtual_tokens)}"
+        )
+    if model.window_size is not None:
+        yield f"--peft {peft.peft} with --window-size: tokens beyond the window would lose sight of the virtual tokens"
+    tp = layout.tensor_model_parallel_size
+    if peft.peft == "prompt" and layout.sequence_parallel and peft.num_virtual_tokens % tp:
+        yield f"--sequence-parallel: --tensor-model-parallel-size {tp} does not divide {flag}"

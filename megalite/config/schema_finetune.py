@@ -1,0 +1,35 @@
+"""The sections of a run's description that finetune.py alone has."""
+
+# ruff: noqa: RUF009 (flag() makes a dataclass field, so a list in it is not shared)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config.schema_field import flag
+
+
+@dataclass
+class FinetuneConfig:
+    """Teaching a model that exists: finetune.py alone."""
+
+    load_hf: str | None = flag(None, "Hugging Face folder to take network, weights, tokenizer and chat template from")
+    task: str | None = flag(
+        None,
+        "lm: next tokens of --data-path; sft: answers of --sft-data; classification: labels of --sft-data; default sft "
+        "with --sft-data, else lm",
+        choices=("lm", "sft", "classification"),
+    )
+    sft_data: list[str] | None = flag(
+        None, "JSON lines of messages, or of prompt and completion; with --task classification of text and label"
+    )
+    sft_valid_data: list[str] | None = flag(None, "the same for validation")
+    sft_valid_share: float = flag(0.0, "share of --sft-data that validation gets, where it has no files of its own")
+    sft_packing: bool = flag(False, "several samples in a row, each with attention and positions of its own")
+    sft_long_answers: str = flag(
+        "error", "what becomes of an answer longer than a row", choices=("error", "truncate", "drop")
+    )
+    chat_template: str | None = flag(
+        None, "chatml, or a file: how conversations become text; default: the tokenizer's own template"
+    )
+    class_names: list[str] | None = flag(None, "the labels in order; default: those in --sft-data, sorted")

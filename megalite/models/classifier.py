@@ -1,0 +1,69 @@
+"""Class scores from hidden states: the head of a sequence classifier.
+
+Key idea: every token gets scores, as a language model's tokens get logits, and the loss mask picks the last token of
+each text. The head is small, so it is whole on every tensor-parallel rank; with sequence parallelism each rank scores
+its part of the tokens, and only the losses and decisions are put together.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.distributed.collectives import reduce_from_group
+from megalite.distributed.mesh import Group
+from megalite.distributed.param_spec import Init, ParamSpec, replicated
+from megalite.nn.cross_entropy import vocabulary_parallel_cross_entropy
+from megalite.nn.linear import linear
+from megalite.nn.module import Build, ShardedModule
+
+
+class ClassifierHead(ShardedModule):
+    """Scores of `classes` classes. Its weight is [classes, hidden], without a bias, as Hugging Face's classifiers on
+    decoders have it (`score`)."""
+
+    def __init__(self, build: Build, classes: int):
+        super().__init__()
+        assert build.config.hidden_size is not None
+        self.classes, self.wide, self.group = classes, build.precision.wide, build.mesh.tp
+        self.sequence_parallel = build.mesh.layout.sequence_parallel
+        self.alone = Group((build.mesh.rank,), 0, None)
+        self.gradients = build.weight_gradients
+        shape = (classes, build.config.hidden_size)
+        boxes = replicated(shape, build.place(), partial=self.sequence_parallel)
+        spec = ParamSpec(shape, shape, boxes, Init(std=build.config.init_method_std), lr_group="decoupled")
+        self.weight = self.add_parameter("weight", spec, build)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s, b, h] → [s, b, classes], with sequence parallelism of this rank's part of s."""
+        return linear(hidden, self.weight, gradients=self.gradients)
+
+    def losses(self, hidden: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
+        """Cross-entropy in nats of every token, wide [s, b], for `labels` [b, s], equal on all ranks."""
+        scores = self(hidden)
+        losses = vocabulary_parallel_cross_entropy(
+            scores,
+            self._mine(labels.t()),
+            first_column=0,
+            vocab_size=self.classes,
+            group=self.alone,
+            wide=self.wide,
+            label_smoothing=label_smoothing,
+        )
+        return self._all(losses)
+
+    def decisions(self, hidden: Tensor) -> Tensor:
+        """The class with the highest score at every token, int64 [s, b], equal on all ranks."""
+        return self._all(self(hidden).argmax(dim=-1))
+
+    def _mine(self, x: Tensor) -> Tensor:
+        """This rank's part of [s, b]."""
+        return x.chunk(self.group.size)[self.group.rank] if self.sequence_parallel else x
+
+    def _all(self, x: Tensor) -> Tensor:
+        """[s, b] from the ranks' parts: zeros elsewhere, and the sum."""
+        if not self.sequence_parallel:
+            return x
+        before, length = self.group.rank * x.shape[0], x.shape[0] * self.group.size
+        x = F.pad(x, (0, 0, before, length - before - x.shape[0]))
+        return reduce_from_group(x, self.group)

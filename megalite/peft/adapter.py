@@ -1,0 +1,134 @@
+"""Adapters saved from and loaded into any layout.
+
+Key idea: a rank's pieces name rectangles of logical tensors; saving puts the owners' together on the first rank,
+loading takes each rank's out of the whole. An adapter is small enough to be whole in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.errors import CheckpointError, agree, attempt
+from megalite.config.errors import UserError
+from megalite.config.schema import ModelConfig
+from megalite.config.schema_peft import PeftConfig
+from megalite.distributed.collectives import all_gather_objects, broadcast_object
+from megalite.distributed.mesh import Group, Mesh
+from megalite.distributed.pieces import Piece, whole
+from megalite.models.gpt import GPTStage
+from megalite.nn.module import named_specs
+from megalite.optimizer.gradient_norm import holders
+from megalite.peft.apply import Scale, apply_peft, is_trained, prompt_from_text, scales_of
+from megalite.peft.convert import PROMPT, from_peft, to_peft
+from megalite.peft.files import read_adapter, settle, write_adapter
+from megalite.precision.policy import Precision
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """What to build and what to fill it with. `peft`: settled. `scales`: LoRA's targets. `values`: whole parameters by
+    global name from the folder of `--load-adapter`; empty where none was given."""
+
+    peft: PeftConfig
+    scales: dict[str, Scale]
+    values: dict[str, Tensor]
+
+    def apply(self, stages: Sequence[GPTStage], *, mesh: Mesh, precision: Precision, seed: int) -> None:
+        """See `apply_peft`."""
+        apply_peft(stages, self.peft, mesh=mesh, precision=precision, seed=seed, scales=self.scales)
+
+    def fill(
+        self, stages: Sequence[GPTStage], pieces: Iterable[Piece], *, prompt_tokens: Sequence[int] | None = None
+    ) -> None:
+        """Put what the folder holds into the trained parameters' pieces, or else into a prompt the embeddings of
+        `prompt_tokens`. Call it when the model's weights are loaded. Collective over the tensor-parallel ranks."""
+        values = dict(self.values)
+        if prompt_tokens is not None and not values:
+            for stage in stages:
+                if stage.embedding is not None and stage.embedding.prompt is not None:
+                    values[PROMPT] = prompt_from_text(stage, prompt_tokens)
+        _fill(pieces, values)
+
+
+def plan_adapter(peft: PeftConfig, model: ModelConfig, vocab_size: int, group: Group) -> AdapterPlan:
+    """Of a settled `peft`. All members of `group` raise the same `CheckpointError` where the folder of
+    `--load-adapter` is missing, damaged or of another model."""
+    if peft.load_adapter is None:
+        return AdapterPlan(peft, scales_of(peft, model) if peft.peft == "lora" else {}, {})
+    directory = peft.load_adapter
+    found: list[tuple[dict[str, Tensor], dict[str, Scale]]] = []
+    agree(attempt(lambda: found.append(from_peft(read_adapter(directory), model, vocab_size))), group)
+    values, scales = found[0]
+    return AdapterPlan(peft, scales, values)
+
+
+@torch.no_grad()
+def _fill(pieces: Iterable[Piece], values: Mapping[str, Tensor]) -> None:
+    for piece in pieces:
+        if piece.name in values:
+            for _, start, view in piece.held():
+                view.copy_(values[piece.name][tuple(slice(a, a + n) for a, n in zip(start, view.shape, strict=True))])
+
+
+def load_adapter(model: GPTStage, directory: str, *, mesh: Mesh, precision: Precision) -> PeftConfig:
+    """Put the adapter of a folder on a whole model, for evaluation; what kind it is.
+
+    Raises a `CheckpointError` where the folder is missing, damaged or of another model.
+    """
+    peft = settle(PeftConfig(load_adapter=directory))
+    plan = plan_adapter(peft, model.config, model.vocab_size, mesh.world)
+    plan.apply([model], mesh=mesh, precision=precision, seed=0)
+    plan.fill([model], [whole(*entry) for entry in named_specs(model)])
+    model.requires_grad_(False)
+    return peft
+
+
+def gather(pieces: Iterable[Piece], mesh: Mesh, *, sharded: bool) -> dict[str, Tensor]:
+    """Whole adapter parameters on the CPU by global name, from the pieces that ranks hold. Collective: over the world
+    where the data-parallel ranks share them out, else over one replica."""
+    parts = [
+        (piece.name, piece.spec.shape, start, view.detach().cpu().contiguous())
+        for piece in pieces
+        if is_trained(piece.name)
+        for box, start, view in piece.held()
+        if box.owner == mesh.rank
+    ]
+    result: dict[str, Tensor] = {}
+    for name, shape, start, view in (
+        part for mine in all_gather_objects(parts, holders(mesh, sharded=sharded)) for part in mine
+    ):
+        tensor = result.setdefault(name, torch.empty(shape, dtype=view.dtype))
+        tensor[tuple(slice(a, a + n) for a, n in zip(start, view.shape, strict=True))] = view
+    return result
+
+
+def save_adapter(
+    directory: str,
+    pieces: Iterable[Piece],
+    *,
+    plan: AdapterPlan,
+    model: ModelConfig,
+    mesh: Mesh,
+    vocab_size: int,
+    sharded: bool,
+    base: str | None = None,
+) -> None:
+    """Write `directory` in PEFT's format from the trained parameters' pieces. Collective over the world.
+
+    `sharded`: as the optimizer's `sharding.parameters`. `base`: the model's Hugging Face folder, where known. All ranks
+    raise the same error where it can't be written.
+    """
+    values = gather(pieces, mesh, sharded=sharded)
+    error: str | None = None
+    if mesh.is_first:
+        try:
+            write_adapter(directory, *to_peft(values, model, plan.peft, plan.scales, vocab_size, base))
+        except UserError as raised:
+            error = str(raised)
+    error = broadcast_object(error, mesh.world)
+    if error is not None:
+        raise CheckpointError(f"--save-adapter {directory}: {error}")

@@ -1,0 +1,25 @@
+"""What can be wrong with adapters that only the room itself knows, before any process group exists."""
+
+from __future__ import annotations
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.config.schema import RunConfig
+from megalite.peft.convert import architecture_of, from_peft
+from megalite.peft.files import read_adapter
+
+
+def check(config: RunConfig, vocab_size: int) -> list[str]:
+    """Problems of a resolved configuration whose section `peft` is settled: `--save-adapter` needs a Hugging Face
+    architecture that has this network, `--load-adapter` a folder that fits it."""
+    peft, problems = config.peft, []
+    if peft.save_adapter is not None and peft.peft == "lora":
+        try:
+            architecture_of(config.model, vocab_size)
+        except CheckpointError as error:
+            problems.append(f"--save-adapter {peft.save_adapter}: {error}")
+    if peft.load_adapter is not None:
+        try:
+            from_peft(read_adapter(peft.load_adapter), config.model, vocab_size)
+        except CheckpointError as error:
+            problems.append(f"--load-adapter: {error}")
+    return problems

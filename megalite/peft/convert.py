@@ -1,0 +1,246 @@
+"""Adapters between megalite's parameters and PEFT's tensors.
+
+Key idea: both sides are dictionaries of whole tensors, ours by global names in logical shapes; so nothing here knows of
+layouts. An adapter beside a part of a fused weight is told as adapters beside the Hugging Face layers that it covers:
+where one covers several, each gets its own copy of A; where several share one, their ranks add up.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.architecture import Architecture
+from megalite.checkpoint.huggingface.config import describe_network
+from megalite.config.schema import ModelConfig
+from megalite.config.schema_peft import PeftConfig
+from megalite.distributed.param_spec import Shape
+from megalite.peft.apply import HEAD, Scale
+from megalite.peft.files import EMBEDDINGS, PREFIX, SCORE, WEIGHTS_FILE, Adapter
+from megalite.peft.modules import (
+    LINEAR_OF,
+    HFLinear,
+    hf_linears,
+    linear_shapes,
+    output_slices,
+    overlap,
+    part_of,
+)
+from megalite.peft.virtual import prefix_from_network
+
+PROMPT = "embedding.prompt.weight"
+_SHOWN = 4
+
+Values = dict[str, Tensor]
+
+
+def architecture_of(model: ModelConfig, vocab_size: int) -> Architecture:
+    """The Hugging Face architecture that names this network's layers. A `CheckpointError` where there is none."""
+    return describe_network(model, vocab_size)[0]
+
+
+def lora_name(layer: int, part: str, matrix: str) -> str:
+    """Global name of a LoRA matrix, `a` or `b`."""
+    return f"decoder.layers.{layer}.{LINEAR_OF[part]}.lora.{part}.{matrix}"
+
+
+def prefix_name(layer: int, name: str = "weight") -> str:
+    """Global name of a parameter of a layer's prefix."""
+    return f"decoder.layers.{layer}.self_attention.prefix.{name}"
+
+
+def to_peft(
+    values: Mapping[str, Tensor],
+    model: ModelConfig,
+    peft: PeftConfig,
+    scales: Mapping[str, Scale],
+    vocab_size: int,
+    base: str | None,
+) -> tuple[dict[str, Any], Values]:
+    """PEFT's configuration and tensors from whole parameters by global name. `base`: the model's folder, if known."""
+    head = {SCORE: values[f"{HEAD}weight"]} if f"{HEAD}weight" in values else {}
+    common: dict[str, Any] = {
+        "task_type": "SEQ_CLS" if head else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+    }
+    if head:
+        common["modules_to_save"] = ["score"]
+    if peft.peft == "lora":
+        config, tensors = _lora_to_peft(values, model, peft, scales, vocab_size)
+    elif peft.peft == "prefix":
+        config, tensors = _prefix_to_peft(values, model, peft)
+    else:
+        tensors = {EMBEDDINGS: values[PROMPT]}
+        config = {"peft_type": "PROMPT_TUNING", "token_dim": model.hidden_size}
+        config |= {"num_attention_heads": model.num_attention_heads, "prompt_tuning_init": "RANDOM"}
+    if peft.peft != "lora":
+        config |= {"num_virtual_tokens": peft.num_virtual_tokens, "num_layers": model.num_layers}
+        config["num_transformer_submodules"] = 1
+    return {**config, **common}, {**tensors, **head}
+
+
+def _lora_to_peft(
+    values: Mapping[str, Tensor], model: ModelConfig, peft: PeftConfig, scales: Mapping[str, Scale], vocab_size: int
+) -> tuple[dict[str, Any], Values]:
+    layers = hf_linears(architecture_of(model, vocab_size), model)
+    tensors: Values = {}
+    told: dict[str, Scale] = {}
+    for layer in layers:
+        parts = [part for part in scales if overlap(part, layer, model)]
+        if not parts:
+            continue
+        factors = {scales[part].factor for part in parts}
+        if len(factors) > 1:
+            raise CheckpointError(f"{layer.suffix} can't have adapters of different scales: {sorted(factors)}")
+        told[layer.suffix] = Scale(sum(scales[part].rank for part in parts), factors.pop())
+        for number in range(model.num_layers or 0):
+            name = PREFIX + layer.name.replace("{n}", str(number))
+            tensors[f"{name}.lora_A.weight"] = torch.cat([values[lora_name(number, part, "a")] for part in parts])
+            columns = [_stored_b(values[lora_name(number, part, "b")], part, layer, model) for part in parts]
+            tensors[f"{name}.lora_B.weight"] = torch.cat(columns, dim=1)
+    config = {
+        "peft_type": "LORA",
+        "lora_dropout": peft.lora_dropout,
+        "use_rslora": peft.use_rslora,
+        "bias": "none",
+        "fan_in_fan_out": any(layer.transposed for layer in layers),
+        "target_modules": _short_names(told, layers),
+        **_ranks(told, peft),
+    }
+    return config, tensors
+
+
+def _stored_b(b: Tensor, part: str, layer: HFLinear, model: ModelConfig) -> Tensor:
+    """The rows [out, rank] of a Hugging Face layer from a target's B; zeros where it has none."""
+    shape = linear_shapes(model)[layer.linear]
+    whole = b.new_zeros(*shape[:-1], b.shape[-1])
+    whole[output_slices(part, model)] = b
+    return layer.matrix(b.shape[-1]).extract(whole)
+
+
+def _short_names(told: Mapping[str, Scale], layers: list[HFLinear]) -> list[str]:
+    """Names for `target_modules`: the last word where it means these layers and no others."""
+    others = {layer.suffix.rpartition(".")[2] for layer in layers if layer.suffix not in told}
+    return sorted({word if (word := s.rpartition(".")[2]) not in others else s for s in told})
+
+
+def _ranks(told: Mapping[str, Scale], peft: PeftConfig) -> dict[str, Any]:
+    """`r` and `lora_alpha`, and the layers where they are others."""
+
+    def alpha(scale: Scale) -> float:
+        value = scale.factor * (math.sqrt(scale.rank) if peft.use_rslora else scale.rank)
+        return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
+
+    usual = min(told.values(), key=lambda scale: scale.rank)
+    others = {name: scale for name, scale in told.items() if scale != usual}
+    return {
+        "r": usual.rank,
+        "lora_alpha": alpha(usual),
+        "rank_pattern": {name: scale.rank for name, scale in others.items()},
+        "alpha_pattern": {name: alpha(scale) for name, scale in others.items()},
+    }
+
+
+def _prefix_to_peft(
+    values: Mapping[str, Tensor], model: ModelConfig, peft: PeftConfig
+) -> tuple[dict[str, Any], Values]:
+    assert model.num_layers is not None and model.kv_channels is not None
+    vectors = torch.stack([_prefix_vectors(values, number) for number in range(model.num_layers)])
+    flat = vectors.permute(3, 0, 2, 1, 4).reshape(peft.num_virtual_tokens, -1)  # [n, layers, 2, groups, d]
+    config = {
+        "peft_type": "PREFIX_TUNING",
+        "token_dim": model.num_query_groups * model.kv_channels,
+        "num_attention_heads": model.num_query_groups,
+        "prefix_projection": False,  # the vectors themselves are stored
+    }
+    return config, {EMBEDDINGS: flat}
+
+
+def _prefix_vectors(values: Mapping[str, Tensor], number: int) -> Tensor:
+    """Keys and values [groups, 2, n, d] of one layer."""
+    if prefix_name(number) in values:
+        return values[prefix_name(number)]
+
+    def get(name: str) -> Tensor:
+        return values[prefix_name(number, name)]
+
+    inner, outer = (get("inner_weight"), get("inner_bias")), (get("outer_weight"), get("outer_bias"))
+    return prefix_from_network(get("embedding"), inner, outer)
+
+
+def from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tuple[Values, dict[str, Scale]]:
+    """Whole parameters by global name, and LoRA's targets. A `CheckpointError` where it is of another model."""
+    if adapter.kind == "lora":
+        values, scales = _lora_from_peft(adapter, model, vocab_size)
+    else:
+        values, scales = _virtual_from_peft(adapter, model), {}
+    if SCORE in adapter.tensors:
+        values[f"{HEAD}weight"] = adapter.tensors[SCORE]
+    return values, scales
+
+
+def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tuple[Values, dict[str, Scale]]:
+    layers = {layer.name: layer for layer in hf_linears(architecture_of(model, vocab_size), model)}
+    values: Values = {}
+    scales: dict[str, Scale] = {}
+    problems: list[str] = []
+    for module, (a, b) in adapter.pairs().items():
+        template = re.sub(r"\.(\d+)\.", ".{n}.", module, count=1)
+        number = re.search(r"\.(\d+)\.", module)
+        layer = layers.get(template)
+        if layer is None or number is None or int(number[1]) >= (model.num_layers or 0):
+            problems.append(f"{module}: this model has no such linear layer")
+            continue
+        out, inputs = layer.rows.shape[0], linear_shapes(model)[layer.linear][-1]
+        if (b.shape[0], a.shape[1]) != (out, inputs):
+            problems.append(f"{module}: for a layer [{b.shape[0]}, {a.shape[1]}], here it is [{out}, {inputs}]")
+            continue
+        part, rank = part_of(layer, model), a.shape[0]
+        scale = Scale(rank, adapter.factor(module, rank))
+        if scales.setdefault(part, scale) != scale:
+            problems.append(f"{module}: its rank or scale differs from that in other layers")
+        rows = layer.matrix(rank)
+        values[lora_name(int(number[1]), part, "a")] = a
+        values[lora_name(int(number[1]), part, "b")] = rows.read(
+            [(s.start, s.stop) for s in rows.slices], partial(_sliced, b)
+        )
+    names = [lora_name(n, part, "a") for part in scales for n in range(model.num_layers or 0)]
+    if not problems and (not names or set(names) - values.keys()):
+        problems.append("it has adapters in some of the layers only" if names else "it has no adapters")
+    _refuse(adapter, problems)
+    ordered = {part: scales[part] for part in LINEAR_OF if part in scales}
+    return values, ordered
+
+
+def _sliced(tensor: Tensor, slices: tuple[slice, ...]) -> Tensor:
+    return tensor[slices]
+
+
+def _virtual_from_peft(adapter: Adapter, model: ModelConfig) -> Values:
+    vectors = adapter.embeddings()
+    assert model.num_layers is not None and model.kv_channels is not None and model.hidden_size is not None
+    groups, width, count = model.num_query_groups, model.kv_channels, vectors.shape[0]
+    wanted = model.hidden_size if adapter.kind == "prompt" else model.num_layers * 2 * groups * width
+    if vectors.shape[1] != wanted:
+        _refuse(adapter, [f"its vectors have width {vectors.shape[1]}, this model's {wanted}"])
+    if adapter.kind == "prompt":
+        return {PROMPT: vectors}
+    split: Shape = (count, model.num_layers, 2, groups, width)
+    layers = vectors.view(split).permute(1, 3, 2, 0, 4)
+    return {prefix_name(number): layers[number] for number in range(model.num_layers)}
+
+
+def _refuse(adapter: Adapter, problems: list[str]) -> None:
+    if not problems:
+        return
+    more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    lines = "".join(f"\n  {line}" for line in [*problems[:_SHOWN], *more])
+    raise CheckpointError(f"{adapter.where / WEIGHTS_FILE} is an adapter of another model:{lines}")

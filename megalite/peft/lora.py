@@ -1,0 +1,171 @@
+"""Low-rank matrices beside linear layers (Hu et al. 2021; Kalajdzievski 2023 for the scale by the root of the rank).
+
+Key idea: what is added, scale · B A x, is cut as the layer that it is added to. Beside a column-parallel layer A is
+whole on every rank and B has the layer's rows; beside a row-parallel one A has the layer's columns and B is whole. So
+only the narrow A x ever crosses ranks, and each B's boxes follow from those of the layer's weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megalite.distributed import random
+from megalite.distributed.collectives import reduce_from_group
+from megalite.distributed.param_spec import ZEROS, Box, Init, ParamSpec, cut, replicated
+from megalite.nn.dropout import dropout
+from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
+from megalite.nn.module import Build, SequenceInfo, ShardedModule
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Which part of a fused weight an adapter is beside: along dimension `dim`, in the logical weight and in this
+    rank's."""
+
+    dim: int
+    logical: Range
+    local: Range
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """`part`: what the adapter is beside, as a target's name. `drop`: dropout on its input."""
+
+    part: str
+    rank: int
+    scale: float
+    drop: float
+    layer: int
+
+
+def rows_spec(weight: ParamSpec, slots: Slots | None, rank: int) -> ParamSpec:
+    """Of B [..., rank] for a weight [..., in], or for the `slots` of it."""
+    shape, local = (*weight.shape[:-1], rank), (*weight.local_shape[:-1], rank)
+    boxes = [_narrowed(box, rank) for box in weight.boxes]
+    if slots is None:
+        return ParamSpec(shape, local, tuple(boxes), ZEROS)
+    dim, (low, high), (first, last) = slots.dim, slots.logical, slots.local
+    inside = []
+    for box in boxes:
+        start = max(box.global_start[dim], low)
+        count = min(box.global_start[dim] + box.shape[dim], high) - start
+        if count > 0:
+            here = box.local_start[dim] + start - box.global_start[dim]
+            inside.append(
+                replace(
+                    box,
+                    global_start=_with(box.global_start, dim, start - low),
+                    local_start=_with(box.local_start, dim, here - first),
+                    shape=_with(box.shape, dim, count),
+                )
+            )
+    return ParamSpec(_with(shape, dim, high - low), _with(local, dim, last - first), tuple(inside), ZEROS)
+
+
+def _narrowed(box: Box, rank: int) -> Box:
+    return replace(box, shape=_with(box.shape, len(box.shape) - 1, rank))
+
+
+def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def first_matrix(inputs: int) -> Init:
+    """Uniform within 1 / sqrt(inputs): Kaiming's bound with a slope of sqrt(5), as PEFT has it."""
+    return Init("uniform", value=1.0 / math.sqrt(inputs))
+
+
+class _Pair(ShardedModule):
+    """A [rank, in] and B [..., rank]."""
+
+    def __init__(self, build: Build, how: LowRank, a: ParamSpec, b: ParamSpec):
+        super().__init__()
+        self.how, self.gradients = how, build.weight_gradients
+        self.a = self.add_parameter("a", a, build)
+        self.b = self.add_parameter("b", b, build)
+
+    def down(self, x: Tensor, info: SequenceInfo | None, tokens: Tensor | None, first: int, width: int) -> Tensor:
+        """scale · A dropout(`x`). `tokens`: which of the sequence `x` [s, b, columns] holds; its columns begin at
+        `first` of `width`."""
+        keys = None if info is None else info.dropout_keys
+        if keys is not None and self.how.drop:
+            assert tokens is not None
+            columns = first + torch.arange(x.shape[-1], device=x.device)
+            index = (tokens[:, None] * width + columns)[:, None, :]
+            key = random.fold(keys, self.how.layer, f"lora {self.how.part}")
+            x = dropout(x, self.how.drop, key[None, :, None], index)
+        return linear(x, self.a, gradients=self.gradients) * self.how.scale
+
+
+class ColumnLora(ShardedModule):
+    """Adapters beside a `ColumnParallelLinear`: one for the whole of it, or some for slots of its outputs, in order."""
+
+    def __init__(self, build: Build, base: ColumnParallelLinear, adapters: Sequence[tuple[LowRank, Slots | None]]):
+        super().__init__()
+        weight = base.param_specs["weight"]
+        self.group, self.gather, self.gradients = base.group, base.gather, build.weight_gradients
+        self.outputs = weight.local_shape[:-1]
+        self.inputs = weight.shape[-1]
+        self.slots = {how.part: slots for how, slots in adapters}
+        place = build.place()
+        for how, slots in adapters:
+            shape = (how.rank, self.inputs)
+            boxes = replicated(shape, place, partial=base.gather)
+            a = ParamSpec(shape, shape, boxes, first_matrix(self.inputs))
+            self.add_module(how.part, _Pair(build, how, a, rows_spec(weight, slots, how.rank)))
+
+    def forward(self, x: Tensor, info: SequenceInfo | None) -> Tensor:
+        """`x` as for the layer; what is added to its output [s, b, local outputs]."""
+        tokens = None if info is None else info.token_index
+        added, dim, end = [], 0, 0
+        for part, slots in self.slots.items():
+            pair = self.get_submodule(part)
+            assert isinstance(pair, _Pair)
+            narrow = pair.down(x, info, tokens, 0, self.inputs)
+            y = linear(narrow, pair.b, self.group, gather=self.gather, gradients=self.gradients)
+            if slots is None:
+                return y
+            dim = slots.dim
+            added += [self._nothing(y, dim, slots.local[0] - end), y.view(*y.shape[:2], *pair.b.shape[:-1])]
+            end = slots.local[1]
+        added.append(self._nothing(added[-1], dim, self.outputs[dim] - end))
+        return torch.cat([one for one in added if one.numel()], dim=2 + dim).flatten(2)
+
+    def _nothing(self, like: Tensor, dim: int, count: int) -> Tensor:
+        """Zeros for `count` slots that no adapter is beside."""
+        return like.new_zeros(*like.shape[:2], *_with(self.outputs, dim, count))
+
+
+class RowLora(ShardedModule):
+    """The adapter beside a `RowParallelLinear`."""
+
+    def __init__(self, build: Build, base: RowParallelLinear, how: LowRank):
+        super().__init__()
+        outputs, self.inputs = base.param_specs["weight"].shape
+        self.group, self.scatter = base.group, base.scatter
+        self.part, self.gradients = how.part, build.weight_gradients
+        place = build.place()
+        shape = (how.rank, self.inputs)
+        a = ParamSpec(shape, (how.rank, self.inputs // place.tp), cut(shape, 1, place), first_matrix(self.inputs))
+        whole = (outputs, how.rank)
+        b = ParamSpec(whole, whole, replicated(whole, place, partial=base.scatter), ZEROS)
+        self.add_module(how.part, _Pair(build, how, a, b))
+
+    def forward(self, x: Tensor, info: SequenceInfo | None) -> Tensor:
+        """`x` [s, b, in / tp]; what is added to the layer's output [s, b, out], with sequence parallelism this rank's
+        part of s."""
+        pair = self.get_submodule(self.part)
+        assert isinstance(pair, _Pair)
+        tokens = None if info is None else info.token_index
+        if self.scatter:  # within the layer the sequence is whole
+            tokens = torch.arange(x.shape[0], device=x.device)
+        narrow = pair.down(x, info, tokens, self.group.rank * x.shape[-1], self.inputs)
+        narrow = reduce_from_group(narrow, self.group, sequence_parallel=self.scatter)
+        return linear(narrow, pair.b, gradients=self.gradients)

@@ -1,0 +1,139 @@
+"""Which linear layers of a Hugging Face model correspond to which parts of ours.
+
+Key idea: the architecture's table of weights already says which stored tensor is which rectangle of a fused weight. So
+a layer's name, and the order of its outputs, follow from that table, and an adapter beside any part of a fused weight
+can be told as adapters beside the layers that it covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megalite.checkpoint.huggingface.architecture import Architecture
+from megalite.checkpoint.huggingface.parts import Part
+from megalite.config.schema import ModelConfig
+from megalite.distributed.param_spec import Shape
+
+Range = tuple[int, int]
+
+QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
+FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
+
+LINEAR_OF = {
+    "c_attn": QKV,
+    "q_proj": QKV,
+    "k_proj": QKV,
+    "v_proj": QKV,
+    "o_proj": PROJECTION,
+    "gate_proj": FC1,
+    "up_proj": FC1,
+    "gate_up_proj": FC1,
+    "down_proj": FC2,
+}
+"""The layer of ours that a target is a part of, or all of."""
+
+
+def linear_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Logical shapes of the weights of a layer's linear layers."""
+    assert model.hidden_size is not None and model.num_attention_heads is not None
+    assert model.kv_channels is not None and model.ffn_hidden_size is not None
+    hidden, heads, width, inner = model.hidden_size, model.num_attention_heads, model.kv_channels, model.ffn_hidden_size
+    groups = model.num_query_groups
+    return {
+        QKV: (groups, heads // groups + 2, width, hidden),
+        PROJECTION: (hidden, heads * width),
+        FC1: (2, inner, hidden) if model.swiglu else (inner, hidden),
+        FC2: (hidden, inner),
+    }
+
+
+def slots_of(part: str, model: ModelConfig) -> tuple[int, Range] | None:
+    """The dimension of a fused weight and the range of it that a target is; None: the whole weight."""
+    assert model.num_attention_heads is not None
+    queries = model.num_attention_heads // model.num_query_groups
+    ranges = {"q_proj": (0, queries), "k_proj": (queries, queries + 1), "v_proj": (queries + 1, queries + 2)}
+    if part in ranges:
+        return 1, ranges[part]
+    if model.swiglu and part in ("gate_proj", "up_proj"):
+        return 0, (0, 1) if part == "gate_proj" else (1, 2)
+    return None
+
+
+def output_slices(part: str, model: ModelConfig) -> tuple[slice, ...]:
+    """The outputs [...] of its linear layer that a target is."""
+    shape = linear_shapes(model)[LINEAR_OF[part]][:-1]
+    slots = slots_of(part, model)
+    return tuple(
+        slice(*slots[1]) if slots is not None and dim == slots[0] else slice(0, size) for dim, size in enumerate(shape)
+    )
+
+
+@dataclass(frozen=True)
+class HFLinear:
+    """A linear layer of the Hugging Face model: `name` without the layer's number (`{n}`); `linear`: the layer of ours
+    that holds it; `rows`: where its outputs are in ours; `transposed`: its weight is stored as [in, out]."""
+
+    name: str
+    linear: str
+    rows: Part
+    transposed: bool
+
+    @property
+    def suffix(self) -> str:
+        """Its name within a layer, such as `self_attn.q_proj`."""
+        return self.name.partition("{n}.")[2]
+
+    def matrix(self, rank: int) -> Part:
+        """Where a stored B [out, rank] lies in one of ours [..., rank]."""
+        rows = self.rows
+        return Part(rows.name, (*rows.factors, (rank,)), (*rows.order, len(rows.order)), (*rows.start, 0))
+
+
+def hf_linears(architecture: Architecture, model: ModelConfig) -> list[HFLinear]:
+    """The linear layers of one layer of the model, in order."""
+    return [
+        HFLinear(_weight(part.name), linear, rows, transposed)
+        for linear, shape in linear_shapes(model).items()
+        for part, rows, transposed in _rows(architecture, f"decoder.layers.{{n}}.{linear}.weight", shape)
+    ]
+
+
+def _weight(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _rows(architecture: Architecture, template: str, shape: Shape) -> Iterator[tuple[Part, Part, bool]]:
+    rule = architecture.names[template]
+    parts = rule(shape)
+    if len(shape) == 2:
+        out = shape[0]
+        yield parts[0], Part(parts[0].name, ((out,),), (0,), (0,)), parts[0].order == (1, 0)
+        return
+    # The rule of a weight, applied to its shape without the inputs, says where the outputs lie.
+    for part, rows in zip(parts, rule(shape[:-1]), strict=True):
+        yield part, rows, len(part.factors) > 1 and part.order[-1] == 0
+
+
+def part_of(layer: HFLinear, model: ModelConfig) -> str:
+    """The target of ours that is exactly this layer."""
+    return next(
+        part
+        for part, linear in LINEAR_OF.items()
+        if linear == layer.linear and output_slices(part, model) == layer.rows.slices and _named(part, layer, model)
+    )
+
+
+def _named(part: str, layer: HFLinear, model: ModelConfig) -> bool:
+    """Of the targets that mean the same outputs, those that this network takes."""
+    if layer.linear == FC1 and not model.swiglu:
+        return part == "up_proj"
+    return True
+
+
+def overlap(part: str, layer: HFLinear, model: ModelConfig) -> bool:
+    """Whether a target shares outputs with a layer of Hugging Face's."""
+    if LINEAR_OF[part] != layer.linear:
+        return False
+    mine: Sequence[slice] = output_slices(part, model)
+    return layer.rows.overlap(mine) is not None

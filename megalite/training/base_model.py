@@ -1,0 +1,41 @@
+"""The model that `--load-hf` names: what its folder says of the run, and its weights at any layout.
+
+Key idea: the folder describes network and tokenizer, so the command line needn't; what it says beside the folder must
+agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from megalite.checkpoint.huggingface.config import read_huggingface_config
+from megalite.checkpoint.huggingface.load import load_huggingface
+from megalite.checkpoint.huggingface.travel import tokenizer_of
+from megalite.checkpoint.huggingface.weights import OUTPUT
+from megalite.checkpoint.planner import parameter_name
+from megalite.config.errors import FlagError, UserError
+from megalite.config.schema import ModelConfig, TokenizerConfig
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.pieces import Piece
+
+
+def read_base_model(folder: str) -> tuple[ModelConfig, TokenizerConfig]:
+    """Network and tokenizer of a Hugging Face folder. A FlagError where they can't be read or aren't supported."""
+    try:
+        found = read_huggingface_config(folder)
+    except UserError as error:
+        raise FlagError(f"--load-hf {folder}: {error}") from None
+    found.model.model_vocab_size = found.vocab_size
+    return found.model, tokenizer_of(Path(folder), found.vocab_size)
+
+
+def load_base_model(
+    folder: str, *, mesh: Mesh, pieces: Iterable[Piece], names: Collection[str], classifies: bool
+) -> None:
+    """Fill those of `pieces` whose parameters are among `names` from the folder. Collective over the world.
+
+    `classifies`: the model has no output over the vocabulary, so the folder's isn't missed.
+    """
+    wanted = [piece for piece in pieces if parameter_name(piece.name) in names]
+    load_huggingface(folder, mesh=mesh, pieces=wanted, left_out=(OUTPUT,) if classifies else ())

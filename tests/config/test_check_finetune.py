@@ -1,0 +1,121 @@
+"""Fine-tuning's flags: what they say together, what they don't go with, and what a base model decides."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalite.config.check import check, without_effect
+from megalite.config.entry import read_config
+from megalite.config.errors import FlagError
+from megalite.config.fields import section_names
+from megalite.config.flags import parse_flags
+from megalite.config.resolve import resolve
+from megalite.config.schema import ModelConfig, RunConfig, TokenizerConfig
+from tests.config.launch_lists import SMALL
+
+CORPUS = SMALL.replace("--mock-data", "")
+
+
+def given(words: str, base: str = CORPUS) -> RunConfig:
+    return parse_flags(f"{base} {words}".split(), "p", "d", section_names())[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--sft-data a b --sft-valid-data c --sft-packing --sft-long-answers drop --chat-template chatml",
+        "--sft-data a --sft-valid-share 0.1 --task sft",
+        "--sft-data a --task classification --class-names no yes",
+        "--mock-data --task lm --load-hf folder",
+    ],
+)
+def test_what_can_be_learnt_has_no_problems(words: str) -> None:
+    assert check(given(words), 1) == []
+
+
+def test_the_task_and_the_order_follow_from_the_data() -> None:
+    taught, plain = resolve(given("--sft-data a"), 1), resolve(given("--mock-data"), 1)
+    assert (taught.finetune.task, taught.data.dataloader_type) == ("sft", "cyclic")
+    assert (plain.finetune.task, plain.data.dataloader_type) == ("lm", "single")
+    assert resolve(given("--sft-data a --dataloader-type single"), 1).data.dataloader_type == "single"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--task sft", "--task sft needs --sft-data"),
+        ("", "for finetune.py also --sft-data"),
+        ("--sft-data a --mock-data", "--mock-data and --sft-data exclude each other"),
+        ("--sft-data a --data-path b", "--data-path and --sft-data exclude each other"),
+        ("--sft-data a --task lm", "--task lm learns from --data-path"),
+        ("--mock-data --sft-packing", "--sft-packing needs --task sft"),
+        ("--mock-data --sft-valid-data a", "--sft-valid-data a needs --sft-data"),
+        ("--sft-data a --sft-valid-share 1", "--sft-valid-share 1.0: must be from 0 to below 1"),
+        ("--sft-data a --sft-valid-share 0.1 --sft-valid-data b", "--sft-valid-share and --sft-valid-data exclude"),
+        ("--sft-data a --class-names x y", "--class-names x y needs --task classification"),
+        ("--sft-data a --task classification --sft-packing", "--sft-packing needs --task sft"),
+        ("--sft-data a --task classification --class-names x x", "--class-names x x: two or more different names"),
+        ("--sft-data a --load-hf f --preset llama-7b", "--preset llama-7b and --load-hf exclude each other"),
+        ("--sft-data a --load-hf f --pretrained-checkpoint g", "--pretrained-checkpoint and --load-hf exclude"),
+        ("--sft-data a --rope-high-freq-factor 0.5 --position-embedding-type rope", "--rope-high-freq-factor 0.5 must"),
+    ],
+)
+def test_what_can_not_be_is_told(words: str, message: str) -> None:
+    (line,) = check(given(words), 1)
+    assert message in line
+
+
+def test_what_sft_data_makes_meaningless_is_told() -> None:
+    words = "--sft-data a --split 9,1 --reset-attention-mask --eod-mask-loss"
+    assert [line.split()[0] for line in without_effect(given(words))] == [
+        "--split",
+        "--reset-attention-mask",
+        "--eod-mask-loss",
+    ]
+
+
+NETWORK = ModelConfig(
+    num_layers=3,
+    hidden_size=48,
+    ffn_hidden_size=96,
+    num_attention_heads=6,
+    kv_channels=8,
+    max_position_embeddings=128,
+    position_embedding_type="rope",
+    hidden_dropout=0.0,
+    model_vocab_size=500,
+)
+RUN = "--sft-data a --load-hf folder --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3 "
+
+
+def read(words: str) -> RunConfig:
+    def load(folder: str) -> tuple[ModelConfig, TokenizerConfig]:
+        assert folder == "folder"
+        return NETWORK, TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="folder")
+
+    argv = f"{RUN} {words}".split()
+    return read_config(argv, "p", "d", 1, sections=section_names(), base_model_loader=load)[0]
+
+
+def test_network_and_tokenizer_come_from_the_base_model() -> None:
+    config = read("")
+    assert (config.model.num_layers, config.model.kv_channels, config.model.model_vocab_size) == (3, 8, 500)
+    assert (config.model.hidden_dropout, config.model.make_vocab_size_divisible_by) == (0.0, 128)
+    assert config.tokenizer.tokenizer_model == "folder"
+
+
+def test_the_command_line_decides_what_the_network_leaves_open() -> None:
+    config = read("--hidden-dropout 0.2 --max-position-embeddings 256 --num-layers 3 --tokenizer-type TikTokenizer "
+                  "--tokenizer-model file --attention-backend unfused")  # fmt: skip
+    assert (config.model.hidden_dropout, config.model.max_position_embeddings) == (0.2, 256)
+    assert (config.tokenizer.tokenizer_type, config.tokenizer.tokenizer_model) == ("TikTokenizer", "file")
+    assert config.model.attention_backend == "unfused"
+
+
+def test_a_flag_that_contradicts_the_network_is_refused() -> None:
+    with pytest.raises(FlagError) as raised:
+        read("--num-layers 4 --swiglu")
+    assert [line.split()[:2] for line in str(raised.value).splitlines()] == [
+        ["--num-layers", "4"],
+        ["--swiglu", "contradicts"],
+    ]

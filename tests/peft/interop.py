@@ -1,0 +1,86 @@
+"""The same adapters in megalite and in PEFT, on tiny models of `transformers`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.checkpoint.huggingface.config import read_huggingface_config
+from megalite.checkpoint.huggingface.load import load_huggingface
+from megalite.config.schema import LayoutConfig, PrecisionConfig, RunConfig
+from megalite.config.schema_peft import PeftConfig
+from megalite.distributed.mesh import Mesh, single_process_mesh
+from megalite.distributed.param_spec import Init
+from megalite.distributed.pieces import Piece, whole
+from megalite.models.gpt import GPTStage, plain_info
+from megalite.models.stages import stage_spans
+from megalite.nn.attention_backend import choose_backend
+from megalite.nn.module import Build, initialize_pieces, specs_of
+from megalite.peft.adapter import load_adapter, plan_adapter, save_adapter
+from megalite.peft.files import settle
+from megalite.precision.policy import Precision
+from tests.models.hf_models import VOCABULARY
+
+FP32 = Precision.from_config(PrecisionConfig())
+
+
+def stages_of(folder: str, mesh: Mesh) -> list[GPTStage]:
+    """A rank's part of the model in a Hugging Face folder."""
+    found = read_huggingface_config(folder)
+    layout = LayoutConfig(tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size)
+    config = RunConfig(model=found.model, layout=layout)
+    build = Build(found.model, mesh, FP32)
+    spans = stage_spans(config)[mesh.pp.rank]
+    stages = [GPTStage(build, found.vocab_size, span, choose_backend(config, "cpu")).eval() for span in spans]
+    pieces = [whole(f"model.{name}", parameter, spec) for name, parameter, spec in specs_of(stages)]
+    load_huggingface(folder, mesh=mesh, pieces=pieces)
+    return stages
+
+
+def trained_pieces(stages: list[GPTStage]) -> list[Piece]:
+    """Of the parameters that have gradients."""
+    return [whole(*entry) for entry in specs_of(stages) if entry[1].requires_grad]
+
+
+def make_and_save(mesh: Mesh, folder: str, values: dict[str, Any], target: str) -> None:
+    """Put an adapter of large random weights on this rank's part of a model, and save it."""
+    stages, peft = stages_of(folder, mesh), settle(PeftConfig(**values))
+    plan = plan_adapter(peft, stages[0].config, VOCABULARY, mesh.world)
+    plan.apply(stages, mesh=mesh, precision=FP32, seed=7)
+    pieces = trained_pieces(stages)
+    plan.fill(stages, pieces)
+    if peft.load_adapter is None:
+        loud = (piece._replace(spec=replace(piece.spec, init=Init(std=0.3))) for piece in pieces)
+        initialize_pieces(loud, 11)
+    save_adapter(target, pieces, plan=plan, model=stages[0].config, mesh=mesh, vocab_size=VOCABULARY, sharded=False)
+
+
+@torch.no_grad()
+def our_logits(folder: Path, adapter: Path | None, tokens: Tensor) -> Tensor:
+    """[b, s, vocabulary] of the real tokens, in one process."""
+    mesh = single_process_mesh()
+    (model,) = stages_of(str(folder), mesh)
+    if adapter is not None:
+        load_adapter(model, str(adapter), mesh=mesh, precision=FP32)
+    hidden = model(tokens, plain_info(tokens))
+    return model.logits(hidden[model.sequence_length(0) :]).transpose(0, 1)
+
+
+@torch.no_grad()
+def peft_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The same of a model of PEFT's."""
+    logits: Tensor = model(tokens).logits
+    return logits[:, -tokens.shape[1] :]
+
+
+def loud(model: nn.Module) -> None:
+    """Large random values for an adapter of PEFT's."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)

@@ -1,0 +1,140 @@
+"""Short runs that train an adapter in any layout, as functions for the workers of a pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.config.schema import RunConfig
+from megalite.distributed.launch import Environment
+from megalite.distributed.layout import Layout
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.pool import ProcessPool
+from megalite.models.gpt import GPTStage
+from megalite.nn.module import initialize, specs_of
+from megalite.peft.adapter import gather, plan_adapter, save_adapter
+from megalite.training.dump import gather_gradients
+from megalite.training.prepare import prepare_config
+from megalite.training.run import Run
+from megalite.verify.configs import resolved
+from tests.verify.networks import network
+
+
+class AdapterRun(Run):
+    """A run whose model gets the adapter of its configuration as soon as it is built."""
+
+    def _model(self, *, without_values: bool) -> list[GPTStage]:
+        stages = super()._model(without_values=False)
+        for stage in stages:
+            initialize(stage, self.config.training.seed)
+        vocab_size = self.prepared.tokenizer.vocab_size
+        self.adapter = plan_adapter(self.config.peft, self.config.model, vocab_size, self.mesh.world)
+        self.adapter.apply(stages, mesh=self.mesh, precision=self.precision, seed=self.config.training.seed)
+        return stages
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank saw. `gradients`: of the first step. `before`, `after`: frozen local parameters. `adapter`: the
+    trained ones after the last step, whole. `held`: bytes that the optimizer keeps."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    adapter: dict[str, Tensor]
+    held: dict[str, int]
+
+
+def adapter_config(peft: str, *, llama: bool = True, **overrides: Any) -> RunConfig:
+    """The proof network with an adapter, in fp64, not resolved; `overrides` are fields of any section."""
+    config = network(llama=llama, tied=overrides.pop("tied", False), dropout=overrides.pop("dropout", 0.0))
+    config.model.init_method_std = 0.1  # so that an adapter shows in the loss
+    config.peft.peft = peft
+    if peft == "lora":
+        config.peft.lora_rank = 3
+    else:
+        config.peft.num_virtual_tokens = 4
+    config.model.max_position_embeddings, config.model.num_layers = 32, 4
+    config.training.global_batch_size = 4
+    config.precision.fp64 = overrides.pop("fp64", True)
+    for name, value in overrides.items():
+        section = next(s for s in vars(config).values() if hasattr(s, name))
+        setattr(section, name, value)
+    return config
+
+
+def _frozen(run: Run) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p, _ in specs_of(run.stages) if not p.requires_grad}
+
+
+@torch.no_grad()
+def stir(run: Run) -> None:
+    """Give LoRA's B values, so that A has a gradient at the first step."""
+    for piece in run.optimizer.parameter_pieces().values():
+        if piece.name.endswith(".b"):
+            for _, start, view in piece.held():
+                rows = torch.arange(start[0], start[0] + view.shape[0], dtype=view.dtype)
+                rows = rows.view(-1, *[1] * (view.ndim - 1)) + torch.arange(view.shape[-1]) + start[-1]
+                view.copy_(torch.sin(rows).expand_as(view) * 0.05)
+    run.optimizer.parameters_loaded(with_state=False)
+
+
+def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int, directory: str | None = None) -> Outcome:
+    """Some steps of a resolved configuration, then the adapter saved to `directory`."""
+    size = mesh.world.size
+    environment = Environment(mesh.rank, size, mesh.rank, size)
+    run = AdapterRun(prepare_config(RunConfig.from_dict(values), environment), mesh)
+    if run.state.iteration == 0:
+        stir(run)
+    before = _frozen(run)
+    gradients: dict[str, Tensor] = {}
+    run.trainer.on_first_gradients = lambda scale: gradients.update(gather_gradients(run.optimizer, mesh, scale))
+    records = [run.trainer.step() for _ in range(steps)]
+    run.save()
+    run.optimizer.settle()
+    sharded = run.optimizer.sharding.parameters
+    pieces = run.optimizer.parameter_pieces
+    if directory is not None:
+        vocab_size = run.prepared.tokenizer.vocab_size
+        save_adapter(
+            directory, pieces().values(), plan=run.adapter, model=run.config.model, mesh=mesh, vocab_size=vocab_size,
+            sharded=sharded,
+        )  # fmt: skip
+    adapter = gather(pieces().values(), mesh, sharded=sharded)
+    outcome = Outcome(
+        [record.lm_loss for record in records],
+        [record.grad_norm for record in records],
+        gradients,
+        before,
+        _frozen(run),
+        adapter,
+        run.optimizer.held_bytes(),
+    )
+    run.close()
+    return outcome
+
+
+def run_adapter(
+    pool: ProcessPool, config: RunConfig, world_size: int, *, steps: int = 2, directory: str | None = None
+) -> list[Outcome]:
+    """`train` on every rank of an unresolved configuration."""
+    given = resolved(config, world_size)
+    layout = Layout.from_config(given.layout, world_size)
+    return pool.run(train, world_size, given.to_dict(), steps, directory, layout=layout, timeout=110)
+
+
+def worst(mine: Outcome, truth: Outcome) -> float:
+    """Largest relative difference of losses, norms and gradients, as the proofs count it."""
+    result = 0.0
+    for a, b in zip([*mine.losses, *mine.norms], [*truth.losses, *truth.norms], strict=True):
+        result = max(result, abs(a - b) / abs(b))
+    assert mine.gradients.keys() == truth.gradients.keys()
+    for name, gradient in truth.gradients.items():
+        scale = max(gradient.abs().max().item(), 1e-6 * truth.norms[0])
+        result = max(result, (mine.gradients[name] - gradient).abs().max().item() / scale)
+    return result

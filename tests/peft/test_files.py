@@ -1,0 +1,127 @@
+"""Adapter folders that are missing, damaged, of another model or of another kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megalite.config.errors import FlagError, UserError
+from megalite.config.schema_peft import PeftConfig
+from megalite.distributed.mesh import single_process_mesh
+from megalite.peft.adapter import plan_adapter
+from megalite.peft.files import read_adapter, settle
+from tests.models.hf_models import VOCABULARY, llama_like
+from tests.peft.interop import make_and_save, stages_of
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    llama_like("Llama", num_key_value_heads=2).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def _save(base: Path, values: dict[str, Any]) -> Path:
+    folder = base.parent / "adapter"
+    make_and_save(single_process_mesh(), str(base), values, str(folder))
+    return folder
+
+
+def _edit(folder: Path, **changes: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _load(base: Path, adapter: Path) -> None:
+    mesh = single_process_mesh()
+    (model,) = stages_of(str(base), mesh)
+    plan_adapter(settle(PeftConfig(load_adapter=str(adapter))), model.config, VOCABULARY, mesh.world)
+
+
+def test_a_folder_that_is_missing_or_damaged_is_named(base: Path) -> None:
+    with pytest.raises(UserError, match="nowhere holds no adapter_config.json"):
+        settle(PeftConfig(load_adapter="nowhere"))
+    folder = _save(base, {"peft": "lora"})
+    (folder / "adapter_model.safetensors").write_bytes(b"short")
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors"):
+        _load(base, folder)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors"):
+        _load(base, folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"peft_type": "IA3"},
+        {"use_dora": True},
+        {"bias": "all"},
+        {"modules_to_save": ["embed_tokens"]},
+        {"num_transformer_submodules": 2},
+        {"lora_alpha": "much"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_is_not_supported_is_refused_by_its_name(base: Path, changes: dict[str, Any]) -> None:
+    folder = _save(base, {"peft": "lora"})
+    _edit(folder, **changes)
+    with pytest.raises(UserError, match=next(iter(changes))):
+        _load(base, folder)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"peft": "lora"}, {"peft": "prefix", "num_virtual_tokens": 3}, {"peft": "prompt"}],
+    ids=lambda v: v["peft"],
+)
+def test_an_adapter_of_another_model_is_refused_in_one_message(base: Path, values: dict[str, Any]) -> None:
+    folder, other = _save(base, values), base.parent / "other"
+    llama_like("Llama", hidden_size=48, num_key_value_heads=2).save_pretrained(other)
+    with pytest.raises(UserError, match="is an adapter of another model:\n  ") as caught:
+        _load(other, folder)
+    assert len(str(caught.value).splitlines()) <= 6
+
+
+def test_an_adapter_for_some_layers_only_is_refused(base: Path) -> None:
+    folder = _save(base, {"peft": "lora"})
+    path = folder / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if ".layers.1." not in name}, path)
+    with pytest.raises(UserError, match="some of the layers only"):
+        _load(base, folder)
+
+
+def test_the_folder_says_kind_rank_scale_and_length(base: Path) -> None:
+    folder = _save(base, {"peft": "lora", "lora_rank": 3, "lora_alpha": 5, "use_rslora": True})
+    settled = settle(PeftConfig(load_adapter=str(folder)))
+    assert (settled.peft, settled.lora_rank, settled.lora_alpha, settled.use_rslora) == ("lora", 3, 5, True)
+    with pytest.raises(FlagError, match="--lora-rank 4: --load-adapter .* has 3"):
+        settle(PeftConfig(load_adapter=str(folder), lora_rank=4))
+    folder = _save(base, {"peft": "prompt", "num_virtual_tokens": 3})
+    assert settle(PeftConfig(load_adapter=str(folder))).num_virtual_tokens == 3
+    with pytest.raises(FlagError, match="--peft lora: --load-adapter .* has prompt"):
+        settle(PeftConfig(peft="lora", load_adapter=str(folder)))
+
+
+def test_targets_get_short_names_only_where_they_mean_no_other_layer(tmp_path: Path) -> None:
+    from tests.models.hf_models import gpt2
+
+    gpt2().save_pretrained(tmp_path / "base")
+    for targets, names in ((["c_proj"], ["c_proj"]), (["o_proj", "c_fc"], ["attn.c_proj", "c_fc"])):
+        folder = _save(tmp_path / "base", {"peft": "lora", "lora_target_modules": targets})
+        config = read_adapter(folder).config
+        assert config["target_modules"] == names
+        assert config["fan_in_fan_out"] is True
+        assert config["rank_pattern"] == {}
+
+
+def test_an_existing_adapter_is_replaced_whole(base: Path) -> None:
+    _save(base, {"peft": "lora"})
+    folder = _save(base, {"peft": "prompt", "num_virtual_tokens": 3})
+    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert torch.equal(
+        read_adapter(folder).embeddings(), load_file(folder / "adapter_model.safetensors")["prompt_embeddings"]
+    )

@@ -1,0 +1,77 @@
+"""Adapters in any layout against one process, in float64."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.distributed.pool import ProcessPool
+from tests.peft.runs import Outcome, adapter_config, run_adapter, worst
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"peft": "lora", "lora_target_modules": ["all-linear"]},
+    "lora with dropout and some targets": {
+        "peft": "lora",
+        "lora_dropout": 0.3,
+        "lora_target_modules": ["q_proj,v_proj", "down_proj"],
+        "use_rslora": True,
+        "dropout": 0.1,
+    },
+    "prefix": {"peft": "prefix"},
+    "prefix from a network": {"peft": "prefix", "prefix_projection": True, "prefix_hidden_size": 12},
+    "prompt": {"peft": "prompt"},
+    "lora on gpt2's layers": {"peft": "lora", "llama": False, "tied": True, "lora_target_modules": ["all-linear"]},
+    "prompt on gpt2's layers": {"peft": "prompt", "llama": False, "tied": True, "dropout": 0.1},
+}
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "TP 2": (2, {TP: 2}),
+    "TP 2, sequence parallel": (2, {TP: 2, "sequence_parallel": True}),
+    "TP 4, keys and values shared": (4, {TP: 4, "sequence_parallel": True}),
+    "PP 2": (2, {PP: 2}),
+    "DP 2": (2, {}),
+    "PP 2, zero bubble": (2, {PP: 2, "pipeline_schedule": "zb-h1"}),
+    "TP 2 x PP 2, VPP 2, recompute": (
+        4,
+        {
+            TP: 2,
+            PP: 2,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "sequence_parallel": True,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ),
+}
+
+
+@cache
+def _truth(pool: ProcessPool, kind: str) -> Outcome:
+    return run_adapter(pool, adapter_config(**KINDS[kind]), 1)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradients_equal_one_process(pool: ProcessPool, kind: str, layout: str) -> None:
+    ranks, flags = LAYOUTS[layout]
+    outcomes = run_adapter(pool, adapter_config(**KINDS[kind], **flags), ranks)
+    truth = _truth(pool, kind)
+    assert truth.losses[0] != truth.losses[-1]
+    assert worst(outcomes[0], truth) <= 1e-10
+    for outcome in outcomes:
+        assert all(torch.equal(outcome.before[name], outcome.after[name]) for name in outcome.before)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("kind", ["lora", "prefix", "prompt"])
+def test_sharding_equals_one_process(pool: ProcessPool, kind: str, strategy: str) -> None:
+    flags: dict[str, Any] = {"data_parallel_sharding_strategy": strategy}
+    flags |= {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    outcomes = run_adapter(pool, adapter_config(**KINDS[kind], **flags), 2)
+    assert worst(outcomes[0], _truth(pool, kind)) <= 1e-10
+    assert all(torch.equal(outcomes[0].before[name], outcomes[0].after[name]) for name in outcomes[0].before)

@@ -1,0 +1,166 @@
+"""What is added to a model: initial values, places, prompts from text, masks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalite.config.errors import UserError
+from megalite.config.schema_peft import PeftConfig
+from megalite.distributed.layout import Layout
+from megalite.distributed.mesh import single_process_mesh
+from megalite.distributed.param_spec import check_tiling
+from megalite.distributed.pieces import whole
+from megalite.inference.cache import KeyValueCache
+from megalite.inference.generate import visible_keys
+from megalite.models.gpt import plain_info
+from megalite.nn.attention_backend import AttentionBackend
+from megalite.nn.module import SequenceInfo, named_specs
+from megalite.peft.adapter import plan_adapter
+from megalite.peft.apply import apply_peft, count_parameters, is_trained
+from tests.helpers import FP64, LLAMA, UNFUSED, data_mesh, tiny_model, tiny_tokens
+
+KINDS = {
+    "lora": PeftConfig(peft="lora", lora_rank=2, lora_target_modules=["all-linear"]),
+    "prefix": PeftConfig(peft="prefix", num_virtual_tokens=3),
+    "network": PeftConfig(peft="prefix", num_virtual_tokens=3, prefix_projection=True),
+    "prompt": PeftConfig(peft="prompt", num_virtual_tokens=3),
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_boxes_cover_every_parameter_once(kind: str, tp: int) -> None:
+    layout = Layout(tp=tp, sequence_parallel=tp > 1)
+    specs: dict[str, list] = {}
+    for rank in range(tp):
+        mesh = data_mesh(layout, rank)
+        model = tiny_model(mesh, FP64, **LLAMA)
+        apply_peft([model], KINDS[kind], mesh=mesh, precision=FP64, seed=1)
+        for name, _, spec in named_specs(model):
+            if is_trained(name):
+                specs.setdefault(name, []).append((rank, spec))
+    assert specs
+    for name, by_rank in specs.items():
+        assert check_tiling(name, by_rank) == []
+
+
+def test_lora_starts_as_nothing_and_a_uniformly_within_one_over_the_root_of_its_inputs() -> None:
+    mesh = single_process_mesh()
+    model, tokens = tiny_model(mesh, FP64, **LLAMA), tiny_tokens(2, 9)[:, :-1]
+    info = plain_info(tokens)
+    before = model(tokens, info)
+    apply_peft([model], replace(KINDS["lora"], lora_rank=64), mesh=mesh, precision=FP64, seed=1)
+    assert torch.equal(model(tokens, info), before)
+    for name, parameter, spec in named_specs(model):
+        if name.endswith(".a"):
+            bound = spec.shape[-1] ** -0.5
+            assert 0.95 * bound < parameter.abs().max() <= bound
+            assert parameter.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
+            assert abs(parameter.mean().item()) < 0.1 * bound
+        if name.endswith(".b"):
+            assert not parameter.any()
+
+
+def test_only_what_is_added_requires_gradients_and_is_counted() -> None:
+    mesh = single_process_mesh()
+    model = tiny_model(mesh, FP64, **LLAMA)
+    everything = sum(p.numel() for p in model.parameters())
+    apply_peft([model], KINDS["lora"], mesh=mesh, precision=FP64, seed=1)
+    trained = {name for name, parameter, _ in named_specs(model) if parameter.requires_grad}
+    assert trained == {name for name, _, _ in named_specs(model) if is_trained(name)}
+    assert "decoder.layers.1.self_attention.linear_qkv.lora.q_proj.a" in trained
+    # q, k, v, o, gate, up, down with 4 heads and 2 groups of 8, 48 inside
+    pairs = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]
+    expected = 2 * sum(2 * (i + o) for i, o in pairs)
+    assert count_parameters([model], mesh) == (expected, everything + expected)
+
+
+def test_a_prompt_starts_from_the_embeddings_of_its_text() -> None:
+    mesh = single_process_mesh()
+    model = tiny_model(mesh, FP64)
+    plan = plan_adapter(replace(KINDS["prompt"], num_virtual_tokens=5), model.config, 131, mesh.world)
+    plan.apply([model], mesh=mesh, precision=FP64, seed=1)
+    pieces = [whole(*entry) for entry in named_specs(model)]
+    plan.fill([model], pieces, prompt_tokens=[7, 130])
+    assert model.embedding is not None
+    assert model.embedding.prompt is not None
+    table = model.embedding.word_embeddings.weight
+    assert torch.equal(model.embedding.prompt.weight, table[[7, 130, 7, 130, 7]])
+    with pytest.raises(UserError, match="--prompt-init-text"):
+        plan.fill([model], pieces, prompt_tokens=[])
+
+
+@pytest.mark.parametrize("kind", ["prefix", "prompt"])
+def test_packed_documents_see_the_virtual_tokens_and_not_each_other(kind: str) -> None:
+    """Two documents in a row give what each gives alone, at equal positions."""
+    mesh = single_process_mesh()
+    model = tiny_model(mesh, FP64, init_method_std=0.3, **LLAMA)
+    apply_peft([model], KINDS[kind], mesh=mesh, precision=FP64, seed=1)
+    tokens = tiny_tokens(1, 9)[:, :-1]
+    virtual = model.sequence_length(0)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    packed = replace(
+        plain_info(tokens),
+        position_ids=positions,
+        document_ids=torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]], dtype=torch.int32),
+    )
+    together = model(tokens, packed)[virtual:]
+    for part in (slice(0, 4), slice(4, 9)):
+        alone = tokens[:, part]
+        assert torch.allclose(together[part], model(alone, plain_info(alone))[virtual:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["prefix", "prompt"])
+def test_a_kernel_without_masks_is_refused_by_name(kind: str) -> None:
+    mesh = single_process_mesh()
+    model = tiny_model(mesh, FP64)
+    model.backend = AttentionBackend("varlen", (), "test")
+    with pytest.raises(UserError, match=f"--peft {kind}.*--attention-backend unfused"):
+        apply_peft([model], KINDS[kind], mesh=mesh, precision=FP64, seed=1)
+    apply_peft([model], KINDS["lora"], mesh=mesh, precision=FP64, seed=1)
+
+
+@pytest.mark.parametrize("kind", ["prefix", "prompt"])
+def test_the_unfused_kernel_gives_the_same(kind: str) -> None:
+    mesh, tokens = single_process_mesh(), tiny_tokens(2, 9)[:, :-1]
+    results = []
+    for backend in (None, UNFUSED):
+        model = tiny_model(mesh, FP64, init_method_std=0.3, **LLAMA)
+        if backend is not None:
+            model.backend = backend
+            for layer in model.decoder.layers.values():
+                layer.self_attention.core.backend = backend
+        apply_peft([model], KINDS[kind], mesh=mesh, precision=FP64, seed=1)
+        results.append(model(tokens, plain_info(tokens)))
+    assert torch.allclose(*results, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["lora", "prefix", "prompt"])
+def test_tokens_that_come_in_parts_with_a_cache_give_the_same(kind: str) -> None:
+    """Prompts of two lengths, padded on the left, against each prompt alone."""
+    mesh, tokens = single_process_mesh(), tiny_tokens(2, 9)[:, :-1]
+    model = tiny_model(mesh, FP64, init_method_std=0.3, **LLAMA)
+    apply_peft([model], KINDS[kind], mesh=mesh, precision=FP64, seed=1)
+    pads = torch.tensor([0, 4])
+    virtual = model.sequence_length(0)
+    cache = KeyValueCache(model, tokens=9 + virtual, batch=2)
+    parts = []
+    with torch.no_grad():
+        for first, last in ((0, 6), (6, 8), (8, 9)):
+            queries = torch.arange(first, last)
+            info = SequenceInfo(
+                position_ids=(queries - pads[:, None]).clamp_min(0),
+                token_index=queries,
+                visible=visible_keys(queries, pads, None),
+                cache=cache,
+                begins=first == 0,
+            )
+            parts.append(model(tokens[:, first:last], info)[-(last - first) :])
+        together = torch.cat(parts)
+        for row, pad in enumerate(pads.tolist()):
+            alone = tokens[row : row + 1, pad:]
+            expected = model(alone, plain_info(alone))[virtual:]
+            assert torch.allclose(together[pad:, row : row + 1], expected, rtol=0, atol=1e-12)

@@ -1,0 +1,54 @@
+"""Add a LoRA adapter into a model's weights, in fp32, cast once. See megalite/peft/merge.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+
+if importlib.util.find_spec("megalite") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.config.cli import run_tool
+from megalite.config.errors import FlagError, UserError
+from megalite.config.flags import FlagParser, parse_namespace
+
+
+def parser() -> FlagParser:
+    flags = FlagParser("merge_adapter.py", "Write the Hugging Face folder --hf: a model with a LoRA adapter added.")
+    model = "Hugging Face folder of the model (or --load)"
+    flags.add_argument("--load-hf", type=Path, metavar="DIR", help=model)
+    flags.add_argument("--load", type=Path, metavar="DIR", help="folder of a run's checkpoints (or --load-hf)")
+    flags.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
+    flags.add_argument("--adapter", required=True, type=Path, metavar="DIR", help="folder in PEFT's format")
+    flags.add_argument("--hf", required=True, type=Path, metavar="DIR", help="new folder for the merged model")
+    return flags
+
+
+def main(arguments: list[str]) -> int:
+    given, _ = parse_namespace(parser(), arguments)
+    if (given.load_hf is None) == (given.load is None):
+        raise FlagError("give the model as either --load-hf or --load")
+    if given.ckpt_step is not None and given.load is None:
+        raise FlagError(f"--ckpt-step {given.ckpt_step} needs --load")
+    from megalite.checkpoint.huggingface.export import megalite_to_huggingface
+    from megalite.checkpoint.storage import find_checkpoint
+    from megalite.peft.merge import merge_adapter
+
+    if given.load_hf is not None:
+        print(merge_adapter(given.load_hf, given.adapter, given.hf))
+        return 0
+    checkpoint = find_checkpoint(given.load, given.ckpt_step)
+    if checkpoint is None:
+        raise UserError(f"--load {given.load} holds no checkpoint")
+    given.hf.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=given.hf.parent, prefix=f".{given.hf.name}.") as folder:
+        base = Path(folder) / "base"
+        print(*filter(None, [checkpoint.note, *megalite_to_huggingface(checkpoint, base)]), sep="\n")
+        print(merge_adapter(base, given.adapter, given.hf))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_tool(main))
