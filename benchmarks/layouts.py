@@ -93,7 +93,9 @@ def pipeline(steps: int, global_batch: int, layout: str) -> None:
     busiest = predicted.makespan * (1 - min(predicted.bubble_shares()))
     print(f"PP 2, 1f1b, {microbatches} microbatches, {len(measured)} steps; milliseconds")
     print(f"  busiest stage's computing      {busiest:9.0f}")
-    print(f"  simulated pipeline             {predicted.makespan:9.0f}   {predicted.makespan / makespan:.3f} of measured")
+    print(
+        f"  simulated pipeline             {predicted.makespan:9.0f}   {predicted.makespan / makespan:.3f} of measured"
+    )
     print(f"  measured pipeline              {makespan:9.0f}   ({min(makespans):.0f} to {max(makespans):.0f})")
     print(f"  whole step (with the update)   {whole:9.0f}   {predicted.makespan / whole:.3f} predicted / whole")
     shares = [statistics.fmean(shares) for shares in zip(*(step.bubble_shares() for step in measured), strict=True)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 # Flags of `schema.py` that Megatron-LM doesn't have.
 OWN = """
 --preset --label-smoothing --pipeline-schedule --device --threads-per-rank --nan-action --compile --dump-grads --fp64
---fp8-backend --keep-last-checkpoints --metrics-file --timeline
+--fp8-backend --keep-last-checkpoints --metrics-file --timeline --log-memory --log-top-grad-norms
 """
 
 # Flags of Megatron-LM that set a field of `schema.py` which has another flag: flag, field, the value unless it's given.

@@ -68,7 +68,7 @@ class _Fused:
 
     def _multiply_gradients(self, factor: float) -> None:
         if factor != 1.0:
-            torch._foreach_mul_([parameter.grad for parameter in self._parameters()], factor)
+            torch._foreach_mul_([p.grad for p in self._parameters() if p.grad is not None], factor)
 
     @property
     def steps(self) -> int:
@@ -125,6 +125,8 @@ class LibraryAdam(_Fused):
 
     def step(self, factor: float, rates: Mapping[str, float], weight_decay: float) -> None:
         """One update with the gradients times `factor`."""
+        if not self._parameters():
+            return  # Apex looks at a group's first parameter
         self._set_rates(rates, weight_decay)
         self._multiply_gradients(factor)
         self.optimizer.step()

@@ -152,6 +152,4 @@ class UnitGatherer(Gatherer):
 def buckets_of(units: Sequence[Unit], buckets: Sequence[Bucket]) -> list[list[int]]:
     """For each unit, the numbers of the buckets that hold its parameters."""
     place = {slot.parameter: number for number, bucket in enumerate(buckets) for slot in bucket.slots}
-    return [
-        sorted({place[parameter] for _, parameter, _ in unit.members if parameter in place}) for unit in units
-    ]
+    return [sorted({place[parameter] for _, parameter, _ in unit.members if parameter in place}) for unit in units]

@@ -15,7 +15,7 @@ import torch
 
 from megalite.config.schema import OptimizerConfig
 from megalite.distributed.mesh import Mesh
-from megalite.distributed.pieces import Piece
+from megalite.distributed.pieces import Piece, whole
 from megalite.optimizer.buckets import build_buckets
 from megalite.optimizer.copies import CopySums
 from megalite.optimizer.gathering import UnitGatherer, WholeGatherer
@@ -117,13 +117,12 @@ class Optimizer:
     def parameter_pieces(self) -> dict[str, Piece]:
         """The trainable parameters held here, in the compute dtype, by global name. Collective: gathers are awaited."""
         self.settle()
-        pieces = {}
+        pieces: dict[str, Piece] = {}
         for bucket in self.buckets:
-            for slot, piece in bucket.pieces(bucket.held_params):
-                if self.sharding.parameters:
-                    pieces[slot.name] = piece
-                else:
-                    pieces[slot.name] = Piece(slot.name, slot.view(bucket.params).view(-1), 0, slot.spec)
+            if self.sharding.parameters:
+                pieces |= {slot.name: piece for slot, piece in bucket.pieces(bucket.held_params)}
+            else:
+                pieces |= {slot.name: whole(slot.name, slot.view(bucket.params), slot.spec) for slot in bucket.slots}
         return pieces
 
     def gradient_norms(self, scale: float) -> dict[str, float]:

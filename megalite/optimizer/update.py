@@ -174,5 +174,3 @@ def state_bytes(segments: Iterable[Segment]) -> dict[str, int]:
         sizes["moments"] += moments
         sizes["host"] += (main + moments) if segment.on_host else 0
     return sizes
-
-

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megalite.config.schema import RunConfig
 from megalite.training.evaluate import Evaluator
-from megalite.training.metrics import EvaluationRecord, Sink
+from megalite.training.metrics import EvaluationRecord, Sink, StepRecord
 from megalite.training.profiling import Profiler
 from megalite.training.signals import StopRequests
 from megalite.training.trainer import Trainer
@@ -16,7 +16,7 @@ from megalite.training.trainer import Trainer
 @dataclass
 class Loop:
     """`save` writes a checkpoint of the trainer's present state. `splits`: which of valid and test have data and are
-    wanted."""
+    wanted. `first_step`: taken in place of the trainer's own first one."""
 
     config: RunConfig
     trainer: Trainer
@@ -28,6 +28,7 @@ class Loop:
     profiler: Profiler
     save: Callable[[], None]
     say: Callable[[str], None]
+    first_step: Callable[[], StepRecord] | None = None
 
     def run(self) -> None:
         """Train to the end or to a reason to stop; then, at the end, evaluate on what there is."""
@@ -59,7 +60,8 @@ class Loop:
         self.trainer.restart_clock()
         while state.iteration < self.total_iterations:
             with self.profiler.step(state.iteration + 1):
-                record = self.trainer.step()
+                record = self.first_step() if self.first_step is not None else self.trainer.step()
+            self.first_step = None
             for sink in self.sinks:
                 sink.step(record)
             self._report_timers()

@@ -36,6 +36,7 @@ class StepRecord:
     tflops_per_device: float
     params_norm: float | None = None
     zeros: int | None = None
+    largest_norms: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,9 @@ class LogLines:
         self.nans += math.isnan(record.lm_loss)
         if self.first or record.iteration % self.config.logging.log_interval == 0:
             print(self._line(), flush=True)
+            if record.largest_norms:
+                norms = " | ".join(f"{name}: {norm:.4f}" for name, norm in record.largest_norms)
+                print(f" largest gradient norms | {norms} |", flush=True)
             self.first = False
             self.records, self.skipped, self.nans = [], 0, 0
 
@@ -180,6 +184,8 @@ class MetricsFile:
             values["params_norm"] = _number(record.params_norm)
         if record.zeros is not None:
             values["num_zeros"] = record.zeros
+        if record.largest_norms:
+            values["largest_grad_norms"] = {name: _number(norm) for name, norm in record.largest_norms}
         self._write(values)
 
     def evaluation(self, record: EvaluationRecord) -> None:

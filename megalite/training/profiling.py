@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -52,14 +52,15 @@ class Timeline:
 
     def __call__(self, action: Action, begin: float, end: float) -> None:
         """A recorder of `PipelineRuntime`."""
+        self._write({"kind": action.kind, "chunk": action.chunk, "microbatch": action.microbatch}, begin, end)
+
+    def collective(self, kind: str, chunk: int, bucket: int, begin: float, end: float) -> None:
+        """A recorder of the optimizer's collectives."""
+        self._write({"kind": kind, "chunk": chunk, "microbatch": None, "bucket": bucket}, begin, end)
+
+    def _write(self, what: dict[str, Any], begin: float, end: float) -> None:
         self.zero = begin if self.zero is None else self.zero
-        line = {
-            "kind": action.kind,
-            "chunk": action.chunk,
-            "microbatch": action.microbatch,
-            "start_ms": begin - self.zero,
-            "end_ms": end - self.zero,
-        }
+        line = what | {"start_ms": begin - self.zero, "end_ms": end - self.zero}
         self.file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:

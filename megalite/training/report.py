@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megalite.config.schema import RunConfig
 from megalite.data.gpt_dataset import Datasets
 from megalite.distributed.mesh import Mesh
-from megalite.estimate.memory import estimate_memory
+from megalite.estimate.memory import MemoryEstimate, estimate_memory
 from megalite.estimate.model import count_parameters, training_flops_per_token
 from megalite.models.gpt import GPTStage
 from megalite.nn.attention_backend import AttentionBackend
@@ -43,10 +43,20 @@ def _model_lines(config: RunConfig, stages: Sequence[GPTStage], mesh: Mesh) -> l
     ]
 
 
-def _memory_line(config: RunConfig, stages: Sequence[GPTStage], backend: AttentionBackend) -> str:
-    memory = estimate_memory(
-        config, _local_parameters(stages), stages[0].vocab_size, fused_attention=backend.kernel != "unfused"
+def predicted_memory(
+    config: RunConfig, stages: Sequence[GPTStage], backend: AttentionBackend, mesh: Mesh
+) -> MemoryEstimate:
+    """The formulas for this rank."""
+    return estimate_memory(
+        config,
+        _local_parameters(stages),
+        stages[0].vocab_size,
+        fused_attention=backend.kernel != "unfused",
+        ranks=mesh.dp_cp.size,
     )
+
+
+def _memory_line(memory: MemoryEstimate) -> str:
     return (
         f"predicted memory per rank: {size(memory.total)} = parameters {size(memory.parameters)} "
         f"+ main gradients {size(memory.main_gradients)} + main parameters {size(memory.main_parameters)} "
@@ -60,6 +70,8 @@ def _layout_line(config: RunConfig, mesh: Mesh, threads: int) -> str:
     extra = ", sequence parallel" if layout.sequence_parallel else ""
     if layout.pp > 1:
         extra += f", schedule {config.layout.pipeline_schedule}"
+    if config.layout.data_parallel_sharding_strategy != "no_shard":
+        extra += f", sharding {config.layout.data_parallel_sharding_strategy}"
     return f"layout: {sizes} on {mesh.device.type}, {threads} threads each{extra}"
 
 
@@ -87,6 +99,6 @@ def opening_block(
         f"batch: {training.global_batch_size} sequences of {config.data.seq_length} tokens a step, micro batch "
         f"{training.micro_batch_size}; {total_iterations:,} steps, starting after {state.iteration:,}",
         *(f"data: {summary.line()}" for summary in datasets.summaries),
-        _memory_line(config, stages, backend),
+        _memory_line(predicted_memory(config, stages, backend, mesh)),
     ]
     return "\n".join(["=" * 80, *(f" {line}" for line in lines), "=" * 80])

@@ -39,11 +39,12 @@ from megalite.training.dump import dump_gradients
 from megalite.training.evaluate import Evaluator
 from megalite.training.executor import GPTExecutor
 from megalite.training.loop import Loop
-from megalite.training.metrics import make_sinks
+from megalite.training.memory import PeakMemory, memory_report
+from megalite.training.metrics import StepRecord, make_sinks
 from megalite.training.plan import Plan
 from megalite.training.prepare import Prepared
 from megalite.training.profiling import Profiler, Timeline
-from megalite.training.report import opening_block
+from megalite.training.report import opening_block, predicted_memory
 from megalite.training.signals import StopRequests
 from megalite.training.state import TrainingState
 from megalite.training.timers import Timers
@@ -117,9 +118,7 @@ class Run:
         vocab_size, backend = self.prepared.tokenizer.vocab_size, self.prepared.backend
         stages = []
         for span in stage_spans(config)[self.mesh.pp.rank]:
-            build = Build(
-                config.model, self.mesh, self.precision, recompute=recompute, without_values=without_values
-            )
+            build = Build(config.model, self.mesh, self.precision, recompute=recompute, without_values=without_values)
             stage = GPTStage(build, vocab_size, span, backend)
             if not without_values:
                 initialize(stage, config.training.seed)
@@ -190,7 +189,8 @@ class Run:
             yield from microbatches
 
     def close(self) -> None:
-        """End the data-loader workers."""
+        """End the data-loader workers, and gathers under way."""
+        self.optimizer.settle()
         for iterator in self._iterators.values():
             iterator.close()
 
@@ -219,9 +219,31 @@ class Run:
         assert self.config.training.dump_grads is not None
         dump_gradients(self.config.training.dump_grads, self.optimizer, self.mesh, loss_scale)
 
+    def _watched_step(self) -> StepRecord:
+        """A step whose memory is measured and told."""
+        sent = self.optimizer.transport.traffic.bytes_sent
+        count = self.config.microbatches_per_step(self.mesh.dp.size)
+        with PeakMemory(self.mesh.device) as memory:
+            record = self.trainer.step()
+            self.optimizer.settle()
+        self.say_all(
+            memory_report(
+                self.optimizer,
+                self.mesh,
+                peak=memory.peak,
+                sent=self.optimizer.transport.traffic.bytes_sent - sent,
+                predicted=predicted_memory(self.config, self.stages, self.prepared.backend, self.mesh),
+                microbatches=count,
+            )
+        )
+        return record
+
     def _trainer(self) -> Trainer:
         config, mesh = self.config, self.mesh
-        recorder = Timeline(config.logging.timeline, mesh.rank) if config.logging.timeline is not None else None
+        recorder = None
+        if config.logging.timeline is not None:
+            recorder = Timeline(config.logging.timeline, mesh.rank)
+            self.optimizer.record(recorder.collective)
         assert config.data.seq_length is not None
         vocab_size = self.prepared.tokenizer.vocab_size
         return Trainer(
@@ -273,4 +295,5 @@ class Run:
             profiler=Profiler(config.logging, Path(config.logging.tensorboard_dir or "profile"), mesh.rank),
             save=self.save,
             say=self.say,
+            first_step=self._watched_step if config.logging.log_memory else None,
         )

@@ -110,6 +110,7 @@ class Trainer:
         self._refuse(finite, loss, result)
         rate = self.schedule.learning_rate(state.schedule_samples)
         zeros = self.optimizer.count_zeros() if self.config.logging.log_num_zeros_in_grad else None
+        largest = self._largest_norms(loss_scale)
         if finite:
             with self.timers.section("optimizer"):
                 self.optimizer.step(
@@ -143,7 +144,16 @@ class Trainer:
             tflops_per_device=all_tokens * self.flops_per_token / elapsed / self.mesh.world.size / 1e12,
             params_norm=self.optimizer.parameter_norm() if self.config.logging.log_params_norm else None,
             zeros=zeros,
+            largest_norms=largest,
         )
+
+    def _largest_norms(self, loss_scale: float) -> tuple[tuple[str, float], ...]:
+        """The largest gradient norms and their parameters, as many as `--log-top-grad-norms` asks for."""
+        count = self.config.logging.log_top_grad_norms
+        if count == 0:
+            return ()
+        norms = self.optimizer.gradient_norms(loss_scale)
+        return tuple(sorted(norms.items(), key=lambda item: -item[1])[:count])
 
     def _refuse(self, finite: bool, loss: float, result: StepResult) -> None:
         """Stop the run where a step can't be taken and skipping it isn't wanted or leads nowhere."""

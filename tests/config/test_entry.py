@@ -146,9 +146,6 @@ def test_megatrons_llama3_8b_list_lacks_only_what_is_not_built() -> None:
     lines = refused(f"{LLAMA3_8B} {LLAMA3_8B_FP8} {LLAMA3_8B_SHARDING}", 8)
     assert all(line.endswith(" is not built yet") for line in lines)
     assert [line.split()[0].rstrip(":") for line in lines] == [
-        "--use-distributed-optimizer",
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
         "--fp8-format",
         "--fp8-amax-history-len",
         "--fp8-amax-compute-algo",

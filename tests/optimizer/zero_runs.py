@@ -56,9 +56,7 @@ def zero_config(strategy: str, *, microbatches: int = 1, dp: int = 2, **override
 
 def assemble_pieces(pieces: list[Piece], mesh: Mesh) -> dict[str, Tensor]:
     """Whole logical tensors on every rank, of pieces that ranks share out. Collective over the world."""
-    parts = [
-        (piece.name, piece.spec.shape, start, view.clone()) for piece in pieces for _, start, view in piece.held()
-    ]
+    parts = [(piece.name, piece.spec.shape, start, view.clone()) for piece in pieces for _, start, view in piece.held()]
     result: dict[str, Tensor] = {}
     for name, shape, start, view in (part for mine in all_gather_objects(parts, mesh.world) for part in mine):
         whole = result.setdefault(name, torch.full(shape, math.nan, dtype=view.dtype))

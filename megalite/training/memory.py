@@ -1,0 +1,116 @@
+"""`--log-memory`: what a step holds on each rank, measured, beside the formulas.
+
+Key idea: what stays between steps is counted from the tensors that are there; what a step needs besides (activations
+and temporaries) is watched while it runs, by the allocator on a GPU, and on a CPU by looking at every operator's
+results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megalite.distributed.collectives import all_gather_objects
+from megalite.distributed.mesh import Mesh
+from megalite.estimate.memory import MemoryEstimate, data_parallel_bytes
+from megalite.optimizer.optimizer import Optimizer
+from megalite.training.report import size
+
+SHOWN_RANKS = 32
+
+
+class PeakMemory:
+    """Context: `peak` becomes the most bytes that were allocated inside it at a time, beyond those from before."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.peak = device, 0
+        self._watch = _Watch() if device.type == "cpu" else None
+        self._before = 0
+
+    def __enter__(self) -> PeakMemory:
+        if self._watch is not None:
+            self._watch.__enter__()
+        else:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._watch is not None:
+            self._watch.__exit__(*error)
+            self.peak = self._watch.peak
+        else:
+            self.peak = torch.cuda.max_memory_allocated(self.device) - self._before
+
+
+class _Watch(TorchDispatchMode):
+    """Follows the storages that operators make until they are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {_identity(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and _identity(leaf) not in known:
+                storage = leaf.untyped_storage()
+                self.live[_identity(leaf)] = StorageWeakRef(storage), storage.nbytes()
+        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(count for _, count in self.live.values()))
+        return result
+
+
+def _identity(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def memory_report(
+    optimizer: Optimizer, mesh: Mesh, *, peak: int, sent: int, predicted: MemoryEstimate, microbatches: int
+) -> list[str]:
+    """Lines for the first rank to print. `peak`: of activations and temporaries; `sent`: bytes that this rank sent to
+    other data-parallel ranks in the step. Collective over the world."""
+    held = optimizer.held_bytes()
+    mine = [held["parameters"], held["gradients"], held["main"], held["moments"], peak, sent]
+    everyone = all_gather_objects(mine, mesh.world)
+    head = "rank        parameters  gradients  main parameters    moments  activations, temporaries  sent"
+    lines = ["memory after the first step (sent: by data parallelism in that step)", head]
+    for rank, values in enumerate(everyone[:SHOWN_RANKS]):
+        lines.append(_row(f"{rank}", values))
+    if len(everyone) > SHOWN_RANKS:
+        lines.append(f"... and {len(everyone) - SHOWN_RANKS} more ranks")
+    how = optimizer.sharding
+    wide = torch.empty((), dtype=optimizer.precision.wide).element_size()
+    compute = torch.empty((), dtype=optimizer.precision.compute).element_size()
+    expected = data_parallel_bytes(
+        parameters=predicted.local_parameters,
+        ranks=mesh.dp_cp.size,
+        microbatches=microbatches,
+        gradient_bytes=torch.empty((), dtype=optimizer.precision.reduce).element_size() if wide == 4 else wide,
+        parameter_bytes=compute,
+        sharded=(how.state, how.gradients, how.parameters),
+    )
+    formula = [
+        predicted.parameters,
+        predicted.main_gradients,
+        predicted.main_parameters,
+        predicted.moments,
+        predicted.activations,
+        expected,
+    ]
+    lines.append(_row("predicted 0", formula))
+    if held["host"]:
+        lines.append(f"of main parameters and moments, {size(held['host'])} of rank 0 are on the host")
+    return lines
+
+
+def _row(name: str, values: list[int]) -> str:
+    widths = (10, 9, 15, 9, 24, 9)
+    return f"{name:11} " + "  ".join(f"{size(value):>{width}}" for value, width in zip(values, widths, strict=True))

@@ -1,0 +1,154 @@
+"""The fused kernels: which is chosen, and that the libraries' are called as their sources want it.
+
+Neither NVIDIA Apex nor Transformer Engine runs on a CPU: here a stand-in with the signature of the real class checks
+each call by binding it; where a library imports, the real class is bound as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megalite.config.schema import OptimizerConfig
+from megalite.optimizer.fused import LIBRARIES, LibraryAdam, TorchFused, choose_fused, find_library_adam
+
+CPU = torch.device("cpu")
+
+
+def _apex_init(
+    self: Any, params: Any, lr: Any = 1e-3, bias_correction: Any = True, betas: Any = (0.9, 0.999), eps: Any = 1e-8,
+    adam_w_mode: Any = True, weight_decay: Any = 0.0, amsgrad: Any = False, set_grad_none: Any = True,
+    capturable: Any = False, use_master: Any = False,
+) -> None: ...  # fmt: skip
+
+
+def _apex_step(
+    self: Any, closure: Any = None, grads: Any = None, output_params: Any = None, scale: Any = None,
+    grad_norms: Any = None, grad_scaler: Any = None,
+) -> None: ...  # fmt: skip
+
+
+def _te_init(
+    self: Any, params: Any, lr: Any = 1e-3, betas: Any = (0.9, 0.999), eps: Any = 1e-8, weight_decay: Any = 0.0,
+    amsgrad: Any = False, *, bias_correction: Any = True, adam_w_mode: Any = True, capturable: Any = False,
+    master_weights: Any = False, master_weight_dtype: Any = None, exp_avg_dtype: Any = None,
+    exp_avg_sq_dtype: Any = None, use_decoupled_grad: Any = False, store_param_remainders: Any = False,
+    set_grad_none: Any = None,
+) -> None: ...  # fmt: skip
+
+
+def _te_step(self: Any, closure: Any = None, grad_scaler: Any = None) -> None: ...
+
+
+SIGNATURES = {"NVIDIA Apex": (_apex_init, _apex_step), "Transformer Engine": (_te_init, _te_step)}
+
+
+def stand_in(init: Callable[..., None], step: Callable[..., None]) -> type:
+    """A class that takes only the calls that `init` and `step` take, keeps the count of updates in its groups as both
+    libraries do, and computes AdamW with torch."""
+
+    class FusedAdam(torch.optim.AdamW):
+        def __init__(self, *args: Any, **kwargs: Any):
+            bound = inspect.signature(init).bind(self, *args, **kwargs).arguments
+            assert bound["adam_w_mode"] and bound["bias_correction"]
+            kept = {name: bound[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            super().__init__(bound["params"], **kept, foreach=False)
+
+        def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+            inspect.signature(step).bind(self, *args, **kwargs)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["step"] = torch.tensor(float(group["step"]))
+                group["step"] += 1
+            super().step()
+
+    return FusedAdam
+
+
+def treatments(seed: int) -> dict[tuple[bool, str], list[nn.Parameter]]:
+    generator = torch.Generator().manual_seed(seed)
+    result = {}
+    for treatment, sizes in {
+        (True, "default"): (256, 128),
+        (False, "default"): (128,),
+        (True, "decoupled"): (64,),
+    }.items():
+        result[treatment] = [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+    return result
+
+
+@pytest.mark.parametrize("library", SIGNATURES)
+def test_a_librarys_adam_is_called_as_it_wants_and_computes_what_torchs_does(library: str) -> None:
+    config = OptimizerConfig(adam_beta2=0.95)
+    ours, theirs = treatments(1), treatments(1)
+    torchs = TorchFused(config, CPU, torch.float32, ours)
+    librarys = LibraryAdam(stand_in(*SIGNATURES[library]), library, config, theirs)
+    generator = torch.Generator().manual_seed(2)
+    for step in range(3):
+        for ours_of, theirs_of in zip(ours.values(), theirs.values(), strict=True):
+            for a, b in zip(ours_of, theirs_of, strict=True):
+                a.grad = torch.randn(a.shape, generator=generator)
+                b.grad = a.grad.clone()
+        for engine in (torchs, librarys):
+            engine.step(0.5, {"default": 1e-2, "decoupled": 1e-3}, 0.1)
+        assert torchs.steps == librarys.steps == step + 1
+    for ours_of, theirs_of in zip(ours.values(), theirs.values(), strict=True):
+        for a, b in zip(ours_of, theirs_of, strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+            assert librarys.moments(b).keys() == torchs.moments(a).keys()
+            assert all(torch.allclose(torchs.moments(a)[k], librarys.moments(b)[k], atol=1e-6) for k in ("exp_avg",))
+
+
+@pytest.mark.parametrize("library", SIGNATURES)
+def test_a_rank_without_segments_makes_a_librarys_adam_and_steps(library: str) -> None:
+    engine = LibraryAdam(stand_in(*SIGNATURES[library]), library, OptimizerConfig(), {})
+    engine.step(1.0, {"default": 1.0}, 0.1)
+    assert engine.steps == 0
+
+
+@pytest.mark.parametrize("library", SIGNATURES)
+def test_the_recorded_signatures_are_those_of_an_installed_library(library: str) -> None:
+    real = pytest.importorskip(LIBRARIES[library], exc_type=ImportError).FusedAdam
+    init, step = SIGNATURES[library]
+    for ours, theirs in ((init, real.__init__), (step, real.step)):
+        assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
+
+
+def test_on_a_cpu_and_in_float64_torchs_own_is_chosen() -> None:
+    for device, wide in ((CPU, torch.float32), (CPU, torch.float64)):
+        assert choose_fused(OptimizerConfig(), device, wide, treatments(0)).description == "torch AdamW, fused"
+    assert (
+        choose_fused(OptimizerConfig(optimizer="sgd"), CPU, torch.float32, treatments(0)).description
+        == "torch SGD, fused"
+    )
+
+
+def test_another_project_called_apex_is_not_mistaken_for_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import types
+
+    for module in LIBRARIES.values():
+        monkeypatch.setitem(sys.modules, module.partition(".")[0], types.ModuleType(module.partition(".")[0]))
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    assert find_library_adam() is None
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 3])
+def test_the_factor_is_folded_into_the_step_in_fp32(factor: float) -> None:
+    ours, plain = treatments(3), treatments(3)
+    engine = TorchFused(OptimizerConfig(), CPU, torch.float32, ours)
+    reference = TorchFused(OptimizerConfig(), CPU, torch.float32, plain)
+    for a_of, b_of in zip(ours.values(), plain.values(), strict=True):
+        for a, b in zip(a_of, b_of, strict=True):
+            a.grad = torch.ones_like(a)
+            b.grad = torch.full_like(b, factor)
+    engine.step(factor, {"default": 1e-2, "decoupled": 1e-2}, 0.0)
+    reference.step(1.0, {"default": 1e-2, "decoupled": 1e-2}, 0.0)
+    for a_of, b_of in zip(ours.values(), plain.values(), strict=True):
+        for a, b in zip(a_of, b_of, strict=True):
+            assert torch.allclose(a, b, rtol=1e-6)
