@@ -30,6 +30,7 @@ from megalite.nn.recompute import Recompute
 from megalite.optimizer.optimizer import Optimizer
 from megalite.optimizer.schedule import BatchSchedule, Schedule
 from megalite.optimizer.sharding import Sharding
+from megalite.optimizer.transport import Transport
 from megalite.pipeline.runtime import PipelineRuntime, Recorder
 from megalite.pipeline.transport import ProcessGroupTransport
 from megalite.precision.loss_scaler import LossScaler
@@ -54,8 +55,11 @@ from megalite.training.trainer import Trainer
 class Run:
     """One process's part of a run. `trainer` steps; `loop()` runs to the end; `close()` ends the data workers."""
 
-    def __init__(self, prepared: Prepared, mesh: Mesh):
-        """Build model, optimizer and data, and load what `--load` names. Collective over the world."""
+    def __init__(self, prepared: Prepared, mesh: Mesh, *, transport: Transport | None = None):
+        """Build model, optimizer and data, and load what `--load` names. Collective over the world.
+
+        `transport`: for the optimizer's data-parallel collectives, in place of the mesh's own.
+        """
         self.prepared, self.config, self.mesh = prepared, prepared.config, mesh
         config = self.config
         self.say_all(prepared.notes)
@@ -66,7 +70,7 @@ class Run:
         self.datasets = self._datasets()
         sharding = Sharding.from_config(config.layout, config.optimizer, mesh.dp_cp.size)
         self.stages = self._model(without_values=sharding.parameters)
-        self.optimizer = Optimizer(units_of(self.stages), mesh, self.precision, config.optimizer, sharding)
+        self.optimizer = Optimizer(units_of(self.stages), mesh, self.precision, config.optimizer, sharding, transport)
         if sharding.parameters:
             initialize_pieces(self.optimizer.parameter_pieces().values(), config.training.seed)
             self.optimizer.parameters_loaded(with_state=False)
