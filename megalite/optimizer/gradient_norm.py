@@ -66,7 +66,8 @@ class OwnedViews:
         sums = [torch.linalg.vector_norm(rows, dim=1).to(torch.float64).square().sum() for rows in self._rows]
         sums += [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in self._rest]
         if sums:
-            totals.index_add_(0, self._places, torch.stack(sums).to(self.device))
+            # Main parameters may be on the host in part.
+            totals.index_add_(0, self._places, torch.stack([value.to(self.device) for value in sums]))
         values: list[float] = all_reduce(totals, self.group).tolist()
         return values
 

@@ -136,8 +136,6 @@ def _read_spans(file: Path) -> list[Span]:
     for number, line in enumerate(file.read_text("utf-8").splitlines(), start=1):
         try:
             entry = json.loads(line)
-            if "bucket" in entry:  # a collective of data parallelism, beside the schedule
-                continue
             action = Action(entry["kind"], entry["chunk"], entry["microbatch"])
             spans.append(Span(action, entry["start_ms"], entry["end_ms"]))
         except (ValueError, KeyError, TypeError) as error:
