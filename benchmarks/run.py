@@ -13,6 +13,7 @@ import torch
 
 from megalite.config.resolve import resolve
 from megalite.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megalite.distributed.launch import keep_freed_memory
 from megalite.distributed.mesh import single_process_mesh
 from megalite.estimate.model import training_flops_per_token
 from megalite.models.gpt import GPTStage, plain_info, units_of
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     print(f"{'workload':12} {'tokens/s':>9} {'min':>7} {'max':>7} {'GEMM peak':>14} {'MFU':>6}")
     for name in WORKLOADS if args.workload == "all" else [args.workload]:

@@ -8,6 +8,7 @@ initialisation, dumps and checkpoints all work on those.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
@@ -53,6 +54,30 @@ class Piece(NamedTuple):
                     slices = tuple(slice(low - a, high - a) for (low, high), a in zip(ranges, start, strict=True))
                     moved = zip(box.global_start, ranges, box.local_start, strict=True)
                     yield Held(box, tuple(to + low - a for to, (low, _), a in moved), view[slices])
+
+    def runs(self) -> Iterator[tuple[Box, Tensor, int]]:
+        """The parts of boxes in this piece as few 1-D views, each with its place in the flattened local tensor."""
+        stop = self.start + self.flat.numel()
+        for box in self.spec.boxes:
+            for first, last in _runs(self.spec.local_shape, box):
+                low, high = max(first, self.start), min(last, stop)
+                if low < high:
+                    yield box, self.flat[low - self.start : high - self.start], low
+
+
+def _runs(shape: Shape, box: Box) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of the contiguous runs of a box in a row-major tensor of `shape`."""
+    whole_from = len(shape)  # dimensions from here on are all in the box
+    while whole_from and box.shape[whole_from - 1] == shape[whole_from - 1]:
+        whole_from -= 1
+    outer = max(0, whole_from - 1)  # runs are rows along this dimension
+    length = prod(box.shape[outer:])
+    for index in itertools.product(
+        *(range(a, a + n) for a, n in zip(box.local_start[:outer], box.shape, strict=False))
+    ):
+        place = (*index, *box.local_start[outer:])
+        first = sum(i * prod(shape[d + 1 :]) for d, i in enumerate(place))
+        yield first, first + length
 
 
 def whole(name: str, tensor: Tensor, spec: ParamSpec) -> Piece:

@@ -25,6 +25,9 @@ from megalite.optimizer.sharding import Member, Sharding, Unit
 from megalite.precision.policy import Precision
 
 ALIGNMENT = 128
+ROW = 4096
+"""Large parameters, and shards of their buckets, begin at multiples of so many elements: see `gradient_norm`."""
+LARGE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,11 @@ class Bucket:
         end = 0
         by_treatment = sorted(members, key=lambda item: (not item[0][2].weight_decay, item[0][2].lr_group))
         for (name, parameter, spec), uses in by_treatment:  # a stable sort
-            slot = Slot(name, parameter, spec, end, uses)
+            slot = Slot(name, parameter, spec, _round_up(end, alignment_of(spec)), uses)
             self.slots.append(slot)
-            end = _round_up(slot.stop, ALIGNMENT)
+            end = slot.stop
         ranks = mesh.dp_cp.size
-        self.size = _round_up(end, ALIGNMENT * ranks)
+        self.size = _round_up(end, max(alignment_of(slot.spec) for slot in self.slots) * ranks)
         share, rank = (self.size // ranks, mesh.dp_cp.rank) if how.state else (self.size, 0)
         self.first, self.last = share * rank, share * (rank + 1)
         self.params = torch.zeros(self.size, dtype=precision.compute, device=mesh.device)
@@ -103,6 +106,11 @@ class Bucket:
             if low < high:
                 part = flat[low - begin : high - begin]
                 yield slot, Piece(slot.name, part, low - slot.start, slot.spec, self.sharding.state)
+
+
+def alignment_of(spec: ParamSpec) -> int:
+    """Where a parameter may begin."""
+    return ROW if prod(spec.local_shape) >= LARGE else ALIGNMENT
 
 
 def _round_up(number: int, multiple: int) -> int:

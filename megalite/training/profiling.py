@@ -43,25 +43,33 @@ class Profiler:
 
 
 class Timeline:
-    """Writes one JSON line per executed action to `DIR/rank_N.jsonl`; times in ms from the first one."""
+    """Writes one JSON line per executed action to `DIR/rank_N.jsonl`, and one per data-parallel collective to
+    `DIR/collectives_N.jsonl`; times in ms from the first one."""
 
     def __init__(self, directory: str, rank: int):
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        self.file: TextIO = (Path(directory) / f"rank_{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.actions = self._open(folder / f"rank_{rank}.jsonl")
+        self.collectives = self._open(folder / f"collectives_{rank}.jsonl")
         self.zero: float | None = None
+
+    @staticmethod
+    def _open(path: Path) -> TextIO:
+        return path.open("w", encoding="utf-8", buffering=1)
 
     def __call__(self, action: Action, begin: float, end: float) -> None:
         """A recorder of `PipelineRuntime`."""
-        self._write({"kind": action.kind, "chunk": action.chunk, "microbatch": action.microbatch}, begin, end)
+        what = {"kind": action.kind, "chunk": action.chunk, "microbatch": action.microbatch}
+        self._write(self.actions, what, begin, end)
 
     def collective(self, kind: str, chunk: int, bucket: int, begin: float, end: float) -> None:
         """A recorder of the optimizer's collectives."""
-        self._write({"kind": kind, "chunk": chunk, "microbatch": None, "bucket": bucket}, begin, end)
+        self._write(self.collectives, {"kind": kind, "chunk": chunk, "bucket": bucket}, begin, end)
 
-    def _write(self, what: dict[str, Any], begin: float, end: float) -> None:
+    def _write(self, file: TextIO, what: dict[str, Any], begin: float, end: float) -> None:
         self.zero = begin if self.zero is None else self.zero
-        line = what | {"start_ms": begin - self.zero, "end_ms": end - self.zero}
-        self.file.write(json.dumps(line) + "\n")
+        file.write(json.dumps(what | {"start_ms": begin - self.zero, "end_ms": end - self.zero}) + "\n")
 
     def close(self) -> None:
-        self.file.close()
+        self.actions.close()
+        self.collectives.close()

@@ -32,6 +32,7 @@ from megalite.nn.recompute import Recompute
 from megalite.optimizer.optimizer import Optimizer
 from megalite.optimizer.schedule import BatchSchedule, Schedule
 from megalite.optimizer.sharding import Sharding
+from megalite.optimizer.transport import Transport
 from megalite.pipeline.runtime import PipelineRuntime, Recorder
 from megalite.pipeline.transport import ProcessGroupTransport
 from megalite.precision.loss_scaler import LossScaler
@@ -59,8 +60,11 @@ from megalite.training.trainer import Trainer
 class Run:
     """One process's part of a run. `trainer` steps; `loop()` runs to the end; `close()` ends the data workers."""
 
-    def __init__(self, prepared: Prepared, mesh: Mesh):
-        """Build model, optimizer and data, and load what `--load` names. Collective over the world."""
+    def __init__(self, prepared: Prepared, mesh: Mesh, *, transport: Transport | None = None):
+        """Build model, optimizer and data, and load what `--load` names. Collective over the world.
+
+        `transport`: for the optimizer's data-parallel collectives, in place of the mesh's own.
+        """
         self.prepared, self.config, self.mesh = prepared, prepared.config, mesh
         config = self.config
         self.say_all(prepared.notes)
@@ -75,7 +79,7 @@ class Run:
         without_values = sharding.parameters and config.peft.peft == "none"
         self.stages = self._model(without_values=without_values)
         # Adapters go on the built model here: what then requires a gradient is what the optimizer trains.
-        self.optimizer = Optimizer(units_of(self.stages), mesh, self.precision, config.optimizer, sharding)
+        self.optimizer = Optimizer(units_of(self.stages), mesh, self.precision, config.optimizer, sharding, transport)
         if without_values:
             self._initialize(self.optimizer.parameter_pieces().values())
             self.optimizer.parameters_loaded(with_state=False)

@@ -1,0 +1,99 @@
+"""The optimizer's step on one process against torch's own fused AdamW on one flat tensor of the same size.
+
+Both sides alternate in one run. "norm, clip and step" is all that a training step does between the last gradient and
+the next forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.run import WORKLOADS
+from megalite.config.resolve import resolve
+from megalite.config.schema import DataConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megalite.distributed.mesh import single_process_mesh
+from megalite.models.gpt import GPTStage, units_of
+from megalite.models.stages import whole_model
+from megalite.nn.attention_backend import choose_backend
+from megalite.nn.module import Build, initialize
+from megalite.optimizer.optimizer import Optimizer
+from megalite.precision.policy import Precision
+
+RATES = {"lr": 1e-4, "decoupled_lr": 1e-4, "weight_decay": 0.01, "loss_scale": 1.0}
+
+
+def make(workload: str, *, bf16: bool) -> Optimizer:
+    """The optimizer of a workload's model, with gradients that are clipped."""
+    model, vocab_size = WORKLOADS[workload]
+    config = RunConfig(
+        model=model,
+        data=DataConfig(seq_length=512),
+        training=TrainingConfig(micro_batch_size=4, train_iters=1),
+        precision=PrecisionConfig(bf16=bf16),
+    )
+    config = resolve(config, 1)
+    precision = Precision.from_config(config.precision)
+    build = Build(config.model, single_process_mesh(), precision)
+    assert config.model.num_layers is not None
+    stage = GPTStage(build, vocab_size, whole_model(config.model.num_layers), choose_backend(config, "cpu"))
+    initialize(stage, 1)
+    optimizer = Optimizer(units_of([stage]), build.mesh, precision, OptimizerConfig(clip_grad=1.0))
+    optimizer.begin_step(1)
+    for bucket in optimizer.buckets:
+        bucket.held_grads.normal_()
+    return optimizer
+
+
+def flat_adamw(elements: int) -> Callable[[], object]:
+    """A step of torch's fused AdamW on one tensor."""
+    parameter = torch.nn.Parameter(torch.randn(elements))
+    parameter.grad = torch.randn(elements)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-4, weight_decay=0.01, fused=True)
+    return optimizer.step
+
+
+def seconds(function: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", choices=list(WORKLOADS), default="gpt2-45m")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    fp32, bf16 = make(args.workload, bf16=False), make(args.workload, bf16=True)
+    elements = sum(bucket.size for bucket in fp32.buckets)
+    sides: dict[str, Callable[[], object]] = {
+        "torch AdamW, fused, one tensor": flat_adamw(elements),
+        "step alone, fp32": lambda: fp32.updater.step(1.0, {"default": 1e-4, "decoupled": 1e-4}, 0.01),
+        "norm, clip and step, fp32": lambda: fp32.step(fp32.measure(1.0), **RATES),
+        "norm, clip, step and copy, bf16": lambda: bf16.step(bf16.measure(1.0), **RATES),
+    }
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(args.repeats + 2):
+        for name, side in sides.items():
+            took = seconds(side)
+            if repeat >= 2:  # the first ones warm up
+                times[name].append(took)
+    first = times["torch AdamW, fused, one tensor"]
+    print(f"{elements:,} elements, {args.threads} threads, {args.repeats} alternating repeats")
+    print(f"{'':34} {'ms':>8}   of torch's (median, min, max)")
+    for name, own in times.items():
+        ratios = [a / b for a, b in zip(own, first, strict=True)]
+        print(
+            f"{name:34} {statistics.median(own) * 1e3:8.1f}   "
+            f"{statistics.median(ratios):.3f} {min(ratios):.3f} {max(ratios):.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
