@@ -15,15 +15,15 @@ from megalite.config.schema_peft import PeftConfig
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = "all-linear"
 
-ATTENTION = {"q_proj": ("q_proj",), "k_proj": ("k_proj",), "v_proj": ("v_proj",), "o_proj": ("o_proj",)}
-GATED = {
+ATTENTION: dict[str, tuple[str, ...]] = {"q_proj": ("q_proj",), "k_proj": ("k_proj",), "v_proj": ("v_proj",), "o_proj": ("o_proj",)}
+GATED: dict[str, tuple[str, ...]] = {
     **ATTENTION,
     "gate_proj": ("gate_proj",),
     "up_proj": ("up_proj",),
     "gate_up_proj": ("gate_up_proj",),
     "down_proj": ("down_proj",),
 }
-PLAIN = {
+PLAIN: dict[str, tuple[str, ...]] = {
     **ATTENTION,
     "c_attn": ("c_attn",),
     "c_proj": ("o_proj", "down_proj"),

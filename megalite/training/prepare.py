@@ -21,6 +21,8 @@ from megalite.distributed.launch import Environment, choose_device, set_threads
 from megalite.distributed.layout import Layout
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.optimizer.schedule import BatchSchedule
+from megalite.peft import check as peft_check
+from megalite.peft.files import settle
 from megalite.training import resume
 from megalite.training.base_model import read_base_model
 from megalite.training.metrics import check_sinks
@@ -71,6 +73,7 @@ def prepare(
 def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[str] = ()) -> Prepared:
     """The rooms' own checks of a resolved configuration. Mistakes are a FlagError."""
     try:
+        config.peft = settle(config.peft)
         device = choose_device(config.layout.device, environment)
         backend = choose_backend(config, device.type)
         _refuse([*data_check.check(config), *check_sinks(config), *run_problems(config, environment.world_size)])
@@ -78,6 +81,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         if config.finetune.task != "classification":
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
         _refuse([*vocabulary_problems(config, tokenizer), *check_task(config, tokenizer)])
+        _refuse(peft_check.check(config, config.model.model_vocab_size or tokenizer.vocab_size))
     except ValueError as error:
         raise FlagError(str(error)) from error
     if config.training.deterministic_mode:

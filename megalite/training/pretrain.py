@@ -27,4 +27,5 @@ def train(
     with start(prepared.config.layout, environment, prepared.device) as mesh:
         run = Run(prepared, mesh)
         run.loop().run()
+        run.save_adapter()
         run.close()

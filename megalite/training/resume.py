@@ -30,18 +30,29 @@ from megalite.training.state import TrainingState
 HEAD = "classifier.weight"
 
 
-def entries(stages: Sequence[GPTStage], optimizer: Optimizer, *, state: bool) -> Iterator[Piece]:
-    """Everything that a checkpoint holds as tensors; `state`: with the optimizer's."""
+def entries(stages: Sequence[GPTStage], optimizer: Optimizer, *, state: bool, frozen: bool = True) -> Iterator[Piece]:
+    """Everything that a checkpoint holds as tensors; `state`: with the optimizer's; `frozen`: with weights that aren't
+    trained."""
     trained = optimizer.parameter_pieces()
     for name, parameter, spec in specs_of(stages):
         piece = trained.get(name)
-        if piece is None and not parameter.requires_grad:
+        if piece is None and frozen and not parameter.requires_grad:
             piece = whole(name, parameter, spec)
         if piece is not None:  # none where all of a sharded parameter is elsewhere
             yield piece._replace(name=f"model.{name}")
     if state:
         for key, piece in optimizer.named_state():
             yield piece._replace(name=f"optimizer.{key}")
+
+
+def load_frozen(
+    directory: CheckpointDirectory, *, mesh: Mesh, stages: Sequence[GPTStage], optimizer: Optimizer
+) -> None:
+    """Fill the weights that aren't trained from another model's checkpoint. Collective over the world."""
+    stored, half = set(describe(directory)), optimizer.precision.needs_main_parameters
+    pieces = (whole(f"model.{name}", p, spec) for name, p, spec in specs_of(stages) if not p.requires_grad)
+    named = (piece._replace(name=source_key(piece.name, stored, half=half)) for piece in pieces)
+    load_checkpoint(directory, mesh=mesh, pieces=named)
 
 
 def source_key(key: str, stored: set[str], *, half: bool) -> str:
@@ -120,7 +131,7 @@ def load(
         mesh=mesh,
         pieces=(
             piece._replace(name=source_key(piece.name, stored, half=half))
-            for piece in entries(stages, optimizer, state=with_optimizer)
+            for piece in entries(stages, optimizer, state=with_optimizer, frozen=config.peft.peft == "none")
             if not (new_head and piece.name == f"model.{HEAD}")
         ),
         strict=not new_head,

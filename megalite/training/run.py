@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.checkpoint import save_checkpoint
-from megalite.checkpoint.storage import Retention
+from megalite.checkpoint.storage import CheckpointDirectory, Retention, find_checkpoint
 from megalite.config.errors import UserError
 from megalite.data.document_mask import SampleSource
 from megalite.data.gpt_dataset import Datasets
@@ -33,6 +33,7 @@ from megalite.optimizer.optimizer import Optimizer
 from megalite.optimizer.schedule import BatchSchedule, Schedule
 from megalite.optimizer.sharding import Sharding
 from megalite.optimizer.transport import Transport
+from megalite.peft.adapter import AdapterPlan, plan_adapter, save_adapter
 from megalite.pipeline.runtime import PipelineRuntime, Recorder
 from megalite.pipeline.transport import ProcessGroupTransport
 from megalite.precision.loss_scaler import LossScaler
@@ -78,7 +79,7 @@ class Run:
         # Sharded parameters get values from their shards; frozen ones are not sharded.
         without_values = sharding.parameters and config.peft.peft == "none"
         self.stages = self._model(without_values=without_values)
-        # Adapters go on the built model here: what then requires a gradient is what the optimizer trains.
+        self.adapter = self._put_adapter()
         self.optimizer = Optimizer(units_of(self.stages), mesh, self.precision, config.optimizer, sharding, transport)
         if without_values:
             self._initialize(self.optimizer.parameter_pieces().values())
@@ -144,6 +145,15 @@ class Run:
             self._initialize(whole(*named) for named in specs_of(stages))
         return stages
 
+    def _put_adapter(self) -> AdapterPlan | None:
+        """Put what `--peft` asks for on the built model; what then requires a gradient is what the optimizer trains."""
+        config = self.config
+        if config.peft.peft == "none":
+            return None
+        plan = plan_adapter(config.peft, config.model, self.prepared.vocab_size, self.mesh.world)
+        plan.apply(self.stages, mesh=self.mesh, precision=self.precision, seed=config.training.seed)
+        return plan
+
     def _initialize(self, pieces: Iterable[Piece]) -> None:
         """Fill what is held of the parameters, with zeros where values are loaded later."""
         pieces = list(pieces)
@@ -154,10 +164,13 @@ class Run:
     def _starting_state(self) -> TrainingState:
         config = self.config
         found, weights_only = resume.locate_together(config.checkpoint, self.mesh)
-        if found is None or config.peft.peft != "none":
+        if self.adapter is not None:
+            self._fill_adapter(self.adapter, found if weights_only else None)
+            found = None if weights_only else found
+        elif found is None:
             self._load_base()
         if found is None:
-            if config.checkpoint.load is not None:
+            if config.checkpoint.load is not None and not weights_only:
                 self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")
             return TrainingState(dropout_seed=config.training.seed)
         if found.note:
@@ -175,6 +188,37 @@ class Run:
         self.say(f"loaded {found.path}" + (" (weights alone)" if weights_only else f", iteration {state.iteration}"))
         self.say_all(notes)
         return state
+
+    def _fill_adapter(self, plan: AdapterPlan, base: CheckpointDirectory | None) -> None:
+        """The frozen weights, of `--load-hf` or a checkpoint, and what the adapter starts from."""
+        config = self.config
+        if base is None and config.checkpoint.pretrained_checkpoint is not None:
+            base = find_checkpoint(Path(config.checkpoint.pretrained_checkpoint), None)
+        self._load_base()
+        if base is not None:
+            resume.load_frozen(base, mesh=self.mesh, stages=self.stages, optimizer=self.optimizer)
+            self.say(f"loaded {base.path} (frozen weights)")
+        text = config.peft.prompt_init_text
+        tokens = None if text is None else self.prepared.tokenizer.tokenize(text)
+        plan.fill(self.stages, self.optimizer.parameter_pieces().values(), prompt_tokens=tokens)
+        self.optimizer.parameters_loaded(with_state=False)
+
+    def save_adapter(self) -> None:
+        """Write the adapter where `--save-adapter` asks for it. Collective over the world."""
+        directory = self.config.peft.save_adapter
+        if directory is None or self.adapter is None:
+            return
+        save_adapter(
+            directory,
+            self.optimizer.parameter_pieces().values(),
+            plan=self.adapter,
+            model=self.config.model,
+            mesh=self.mesh,
+            vocab_size=self.prepared.vocab_size,
+            sharded=self.optimizer.sharding.parameters,
+            base=self.config.finetune.load_hf,
+        )
+        self.say(f"saved the adapter in {directory}")
 
     def _load_base(self) -> None:
         """The weights of `--load-hf`, where it is given."""
@@ -249,7 +293,7 @@ class Run:
             Path(config.save),
             self.state.iteration,
             mesh=self.mesh,
-            pieces=resume.entries(self.stages, self.optimizer, state=config.save_optim),
+            pieces=resume.entries(self.stages, self.optimizer, state=config.save_optim, frozen=self.adapter is None),
             config=self.config,
             training_state=resume.training_state(self.config, self.state, self.optimizer, self.scaler, self.schedule),
             retain=Retention.from_config(config),

@@ -13,27 +13,13 @@ from megalite.distributed.launch import Environment
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pool import ProcessPool
-from megalite.models.gpt import GPTStage
-from megalite.nn.module import initialize, specs_of
-from megalite.peft.adapter import gather, plan_adapter, save_adapter
+from megalite.nn.module import specs_of
+from megalite.peft.adapter import gather, save_adapter
 from megalite.training.dump import gather_gradients
 from megalite.training.prepare import prepare_config
 from megalite.training.run import Run
 from megalite.verify.configs import resolved
 from tests.verify.networks import network
-
-
-class AdapterRun(Run):
-    """A run whose model gets the adapter of its configuration as soon as it is built."""
-
-    def _model(self, *, without_values: bool) -> list[GPTStage]:
-        stages = super()._model(without_values=False)
-        for stage in stages:
-            initialize(stage, self.config.training.seed)
-        vocab_size = self.prepared.tokenizer.vocab_size
-        self.adapter = plan_adapter(self.config.peft, self.config.model, vocab_size, self.mesh.world)
-        self.adapter.apply(stages, mesh=self.mesh, precision=self.precision, seed=self.config.training.seed)
-        return stages
 
 
 @dataclass(frozen=True)
@@ -88,7 +74,7 @@ def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int, directory: 
     """Some steps of a resolved configuration, then the adapter saved to `directory`."""
     size = mesh.world.size
     environment = Environment(mesh.rank, size, mesh.rank, size)
-    run = AdapterRun(prepare_config(RunConfig.from_dict(values), environment), mesh)
+    run = Run(prepare_config(RunConfig.from_dict(values), environment), mesh)
     if run.state.iteration == 0:
         stir(run)
     before = _frozen(run)
@@ -100,6 +86,7 @@ def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int, directory: 
     sharded = run.optimizer.sharding.parameters
     pieces = run.optimizer.parameter_pieces
     if directory is not None:
+        assert run.adapter is not None
         vocab_size = run.prepared.tokenizer.vocab_size
         save_adapter(
             directory, pieces().values(), plan=run.adapter, model=run.config.model, mesh=mesh, vocab_size=vocab_size,
