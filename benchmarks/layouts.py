@@ -31,16 +31,16 @@ MODEL = (
     "--make-vocab-size-divisible-by 1 --micro-batch-size 2 --lr 1e-4 --eval-iters 0 --log-interval 1 --device cpu "
     "--threads-per-rank 1"
 )
-ZERO = "--data-parallel-sharding-strategy"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather --data-parallel-sharding-strategy"
 LAYOUTS = {
     "dp2": "",
     "tp2": "--tensor-model-parallel-size 2",
     "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 6 "
     "--decoder-last-pipeline-num-layers 0",
-    "zero1": f"{ZERO} optim",
-    "zero2": f"{ZERO} optim_grads",
-    "zero3": f"{ZERO} optim_grads_params",
+    "zero1": f"{OVERLAP} optim",
+    "zero2": f"{OVERLAP} optim_grads",
+    "zero3": f"{OVERLAP} optim_grads_params",
 }
 
 

@@ -15,7 +15,12 @@ from megalite.config.schema_peft import PeftConfig
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = "all-linear"
 
-ATTENTION: dict[str, tuple[str, ...]] = {"q_proj": ("q_proj",), "k_proj": ("k_proj",), "v_proj": ("v_proj",), "o_proj": ("o_proj",)}
+ATTENTION: dict[str, tuple[str, ...]] = {
+    "q_proj": ("q_proj",),
+    "k_proj": ("k_proj",),
+    "v_proj": ("v_proj",),
+    "o_proj": ("o_proj",),
+}
 GATED: dict[str, tuple[str, ...]] = {
     **ATTENTION,
     "gate_proj": ("gate_proj",),

@@ -17,6 +17,7 @@ from megalite.inference.cache import KeyValueCache
 from megalite.inference.generate import visible_keys
 from megalite.models.gpt import plain_info
 from megalite.nn.attention_backend import AttentionBackend
+from megalite.nn.linear import linear
 from megalite.nn.module import SequenceInfo, named_specs
 from megalite.peft.adapter import plan_adapter
 from megalite.peft.apply import apply_peft, count_parameters, is_trained
@@ -164,3 +165,24 @@ def test_tokens_that_come_in_parts_with_a_cache_give_the_same(kind: str) -> None
             alone = tokens[row : row + 1, pad:]
             expected = model(alone, plain_info(alone))[virtual:]
             assert torch.allclose(together[pad:, row : row + 1], expected, rtol=0, atol=1e-12)
+
+
+def test_a_frozen_weight_keeps_no_input_for_its_gradient() -> None:
+    kept: list[tuple[int, ...]] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    weight = torch.nn.Parameter(torch.randn(5, 4))
+    x = torch.randn(7, 2, 4, requires_grad=True)
+    for trained, shapes in ((True, [(5, 4), (7, 2, 4)]), (False, [(5, 4)])):
+        weight.requires_grad_(trained)
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = linear(x, weight)
+        assert kept == shapes
+        y.sum().backward()
+        assert x.grad is not None
+        assert torch.allclose(x.grad, weight.sum(0).expand_as(x))
+        x.grad = None
