@@ -27,8 +27,7 @@ class DecisionCounts:
 
     def add(self, stage: GPTStage, hidden: Tensor, batch: Microbatch) -> None:
         """Count the decisions of the last stage from its `hidden` [s, b, h] at the places that count."""
-        assert stage.classifier is not None
-        decided = stage.classifier.decisions(hidden).t()[batch.loss_mask]
+        decided = stage.decisions(hidden).t()[batch.loss_mask]
         true = batch.labels[batch.loss_mask]
         places = true * len(self.counts) + decided
         self.counts += torch.bincount(places, minlength=self.counts.numel()).view_as(self.counts)
