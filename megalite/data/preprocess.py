@@ -221,7 +221,7 @@ def _encode_all(
     try:
         for chunk in chunks:
             with _sigint_blocked():
-                window.append((chunk, pool.submit(encode_chunk, settings, chunk)))
+                window.append((chunk, _submit(pool, settings, chunk)))
             if len(window) > 2 * workers:
                 yield _result(*window.popleft())
         while window:
@@ -230,9 +230,21 @@ def _encode_all(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _submit(pool: ProcessPoolExecutor, settings: EncoderSettings, chunk: Chunk) -> Future[Encoded]:
+    with _killed_near(chunk):
+        return pool.submit(encode_chunk, settings, chunk)
+
+
 def _result(chunk: Chunk, future: Future[Encoded]) -> tuple[Chunk, Encoded]:
-    try:
+    with _killed_near(chunk):
         return chunk, future.result()
+
+
+@contextmanager
+def _killed_near(chunk: Chunk) -> Iterator[None]:
+    """A pool that lost a worker says so where it's next used: told as a UserError."""
+    try:
+        yield
     except BrokenProcessPool:
         raise UserError(
             f"a worker process was killed near {chunk.path}:{chunk.first_line}; "

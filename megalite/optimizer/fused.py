@@ -67,8 +67,9 @@ class _Fused:
             group["weight_decay"] = weight_decay if decays else 0.0
 
     def _multiply_gradients(self, factor: float) -> None:
-        if factor != 1.0:
-            torch._foreach_mul_([p.grad for p in self._parameters() if p.grad is not None], factor)
+        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        if factor != 1.0 and gradients:  # a stage of no layers has none
+            torch._foreach_mul_(gradients, factor)
 
     @property
     def steps(self) -> int:
