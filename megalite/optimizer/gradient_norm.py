@@ -48,7 +48,8 @@ class OwnedViews:
         self._rows: list[Tensor] = []  # [rows, ROW]
         self._rest: list[Tensor] = []
         rows, rest = [], []
-        for piece in pieces:
+        # Backwards: the update, which begins at the front, then finds there what was read last in the cache.
+        for piece in reversed(list(pieces)):
             for box, run, start in piece.runs():
                 if counts(box, mesh.rank):
                     self.views.append(run)

@@ -71,6 +71,15 @@ def test_dp_4_to_2_to_3_to_1_through_every_stage(pool: ProcessPool, tmp_path: Pa
         assert_equal(pass_on(pool, variant, load=load, save=save), truth)
 
 
+@pytest.mark.parametrize("source", STRATEGIES)
+def test_every_stage_reads_every_other(pool: ProcessPool, tmp_path: Path, source: str) -> None:
+    truth = pass_on(pool, Variant(dp=2, sharding=source), load=None, save=tmp_path / "0", steps=1)
+    for target in STRATEGIES:
+        if target != source:
+            variant = Variant(dp=2, sharding=target)
+            assert_equal(pass_on(pool, variant, load=tmp_path / "0", save=tmp_path / target), truth)
+
+
 def test_tp_2_pp_2_dp_2_to_one_process_and_back(pool: ProcessPool, tmp_path: Path) -> None:
     wide = Variant(tp=2, pp=2, dp=2, schedule="1f1b", sharding="optim_grads_params")
     truth = pass_on(pool, wide, load=None, save=tmp_path / "0", steps=2)

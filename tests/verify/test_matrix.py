@@ -14,6 +14,7 @@ import pytest
 from megalite.distributed.pool import ProcessPool
 from megalite.verify.layouts import SHARDINGS, Variant, variants
 from megalite.verify.proof import Prover
+from megalite.verify.trace import Trace
 from tests.verify.networks import network
 
 TOLERANCE = 1e-10
@@ -63,11 +64,13 @@ def _name(case: Case) -> str:
 
 
 @pytest.fixture(scope="session")
-def prover(pool: ProcessPool) -> Prover:
-    return Prover(pool, steps=10)
+def truths() -> dict[str, Trace]:
+    """Traces of one process, kept: many layouts share one."""
+    return {}
 
 
-def _check(prover: Prover, case: Case) -> None:
+def _check(pool: ProcessPool, truths: dict[str, Trace], case: Case, steps: int) -> None:
+    prover = Prover(pool, steps=steps, _truths=truths)
     variant, tied, dropout, llama = case
     config = variant.apply(network(tied=tied, dropout=dropout, llama=llama))
     difference = prover.prove(config, variant.processes)
@@ -77,14 +80,14 @@ def _check(prover: Prover, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", _pairwise(FULL), ids=_name)
-def test_layout_equals_one_process(prover: Prover, case: Case) -> None:
-    _check(prover, case)
+def test_layout_equals_one_process(pool: ProcessPool, truths: dict[str, Trace], case: Case) -> None:
+    _check(pool, truths, case, 5)
 
 
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("case", FULL, ids=_name)
-def test_every_layout_equals_one_process(prover: Prover, case: Case) -> None:
-    _check(prover, case)
+def test_every_layout_equals_one_process(pool: ProcessPool, truths: dict[str, Trace], case: Case) -> None:
+    _check(pool, truths, case, 10)
 
 
 def test_the_full_matrix_is_large() -> None:
