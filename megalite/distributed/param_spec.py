@@ -71,6 +71,7 @@ class ParamSpec:
     init: Init = Init()
     weight_decay: bool = True
     lr_group: str = "default"  # or "decoupled": --decoupled-lr
+    stages: tuple[int, ...] = ()  # that hold copies of it, where those are not its own stage alone
 
 
 class Place(NamedTuple):

@@ -60,7 +60,7 @@ def vocabulary_spec(build: Build, vocab_size: int, stages: tuple[int, ...] | Non
     shape = (vocab_size, config.hidden_size)
     boxes = vocabulary_rows(shape, padded, place)
     local = (padded // place.tp, config.hidden_size)
-    return ParamSpec(shape, local, boxes, Init(std=config.init_method_std), lr_group="decoupled")
+    return ParamSpec(shape, local, boxes, Init(std=config.init_method_std), lr_group="decoupled", stages=stages or ())
 
 
 class VocabularyParallelEmbedding(ShardedModule):

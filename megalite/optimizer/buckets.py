@@ -119,11 +119,11 @@ def _round_up(number: int, multiple: int) -> int:
 
 def build_buckets(units: Sequence[Unit], mesh: Mesh, precision: Precision, how: Sharding) -> list[Bucket]:
     """Buckets of all parameters that require a gradient, chunk by chunk in the order of a backward."""
-    groups = _groups(units, how, mesh)
+    groups = _groups(units, how)
     return [Bucket(chunk, members, mesh, precision, how) for chunk, members in groups]
 
 
-def _groups(units: Sequence[Unit], how: Sharding, mesh: Mesh) -> Iterator[tuple[int, list[tuple[Member, int]]]]:
+def _groups(units: Sequence[Unit], how: Sharding) -> Iterator[tuple[int, list[tuple[Member, int]]]]:
     """(chunk, its members with their uses) of each bucket."""
     for chunk in sorted({unit.chunk for unit in units}):
         mine = [unit for unit in units if unit.chunk == chunk]
@@ -138,7 +138,7 @@ def _groups(units: Sequence[Unit], how: Sharding, mesh: Mesh) -> Iterator[tuple[
         for members in reversed(owned):
             for member in reversed(members):
                 counted = (member, uses[member[1]])
-                if _on_several_stages(member[2], mesh):
+                if len(member[2].stages) > 1:
                     yield chunk, [counted]
                     continue
                 open_.append(counted)
@@ -154,8 +154,3 @@ def _groups(units: Sequence[Unit], how: Sharding, mesh: Mesh) -> Iterator[tuple[
 
 def _elements(members: list[tuple[Member, int]]) -> int:
     return sum(prod(spec.local_shape) for (_, _, spec), _ in members)
-
-
-def _on_several_stages(spec: ParamSpec, mesh: Mesh) -> bool:
-    stage = mesh.coordinates["pp"]
-    return any(mesh.layout.coordinates(rank)["pp"] != stage for box in spec.boxes for rank in box.copies)

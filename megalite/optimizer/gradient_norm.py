@@ -1,8 +1,8 @@
 """The gradient norm: one number for the whole model.
 
 Key idea: each logical parameter counts once, however it is cut, copied or tied: only a box's owner adds its squares.
-Squares are summed per parameter in float64 and combined by name, exactly rounded, so the order of ranks has no part in
-it. Only within rows of 4,096 elements of large parameters are they summed in the gradient's own dtype: a sum of
+Squares are summed per parameter in float64 and combined by name, exactly rounded, so the order of parameters plays no
+part. Only within rows of 4,096 elements of large parameters are they summed in the gradient's own dtype: a sum of
 squares in float64 takes six times as long as the whole update, and these sums are good to 1e-8.
 """
 

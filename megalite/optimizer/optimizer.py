@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from megalite.config.schema import OptimizerConfig
+from megalite.distributed.collectives import all_reduce
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece, whole
 from megalite.optimizer.buckets import build_buckets
@@ -146,6 +147,10 @@ class Optimizer:
         norm = combine(self._gradients.squares()) / loss_scale
         if self.precision.wide != torch.float64:
             norm = torch.tensor(norm, dtype=self.precision.wide).item()
+        if not self.sharding.state:  # replicas summed apart, perhaps in another order: the first one's is taken
+            mine = norm if self.mesh.dp_cp.rank == 0 else 0.0
+            told = torch.tensor(mine, dtype=torch.float64, device=self.mesh.device)
+            norm = all_reduce(told, self.mesh.dp_cp).item()
         return StepResult(norm, math.isfinite(norm))
 
     def step(

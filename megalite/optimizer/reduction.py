@@ -2,7 +2,8 @@
 
 Key idea: layers add to a bucket's gradients through sinks, which count. A bucket that has had all its contributions is
 reduced over the data-parallel ranks: of the step where gradients are held whole, of each microbatch where they are
-sharded. With `overlap_reduce` that starts at once, else when the backward ends. Buckets of a chunk start in a fixed
+sharded, which keeps few of them whole at a time. With `overlap_reduce` the backward goes on meanwhile; without it
+gradients that are held whole are reduced when the backward has ended. Buckets of a chunk start in a fixed
 order on all ranks; whatever never got its last contribution is flushed at the end.
 """
 
@@ -65,7 +66,8 @@ class _Reduction(NamedTuple):
 
 
 class GradientReducer:
-    """Main gradients of one rank. Between `begin` and `finish` layers may add to them."""
+    """Main gradients of one rank. Between `begin` and `finish` layers may add to them. `peak_elements`: the most that
+    temporaries for sharded gradients held at a time."""
 
     def __init__(
         self,
@@ -81,6 +83,8 @@ class GradientReducer:
         self.recorder = recorder
         self._pending: list[_Reduction] = []
         self._spare: list[Tensor] = []
+        self._open = 0  # elements of temporaries that are alive
+        self.peak_elements = 0
         for state in self._states:
             for index, slot in enumerate(state.bucket.slots):
                 self._connect(state, index, slot)
@@ -116,12 +120,15 @@ class GradientReducer:
 
     def _take(self, bucket: Bucket) -> Tensor:
         """A cleared temporary: fresh memory is expensive, so those that are done are used again."""
+        self._open += bucket.size
+        self.peak_elements = max(self.peak_elements, self._open)
         for at, spare in enumerate(self._spare):
             if spare.numel() >= bucket.size:
                 return self._spare.pop(at)[: bucket.size].zero_()
         return torch.zeros(bucket.size, dtype=self._precision.wide, device=bucket.held_grads.device)
 
     def _give_back(self, temporary: Tensor) -> None:
+        self._open -= temporary.numel()
         whole = temporary._base if temporary._base is not None else temporary
         self._spare.append(whole)
         self._spare.sort(key=Tensor.numel)
@@ -133,7 +140,7 @@ class GradientReducer:
         state.missing[index] -= 1
         if state.missing[index] == 0:
             state.incomplete -= 1
-            if state.incomplete == 0 and self._how.overlap_reduce:
+            if state.incomplete == 0 and (self._how.overlap_reduce or self._how.gradients):
                 self._start_ready(state.bucket.chunk)
 
     def _start_ready(self, chunk: int) -> None:
@@ -159,14 +166,15 @@ class GradientReducer:
     def finish(self) -> None:
         """Start what hasn't, wait for all. Collective over the data-parallel ranks."""
         for state in self._states:
-            if state.temporary is not None if self._how.gradients else not state.started:
+            waiting = state.temporary is not None if self._how.gradients else not state.started
+            if waiting:
                 self._start(state)
         self._wait(0)
         self._spare.clear()
 
     def _start(self, state: _State) -> None:
         """Start a bucket's reduction: of its own gradients, or of a temporary that is given up."""
-        whole, state.temporary, state.started = self.whole_gradients_of(state), None, True
+        whole, state.temporary, state.started = self._to_reduce(state), None, True
         if self._transport is None:
             return
         sent = whole if self._precision.reduce == whole.dtype else whole.to(self._precision.reduce)
@@ -177,9 +185,9 @@ class GradientReducer:
             pending = self._transport.all_reduce(sent)
         self._pending.append(_Reduction(state, pending, result, whole))
         if self._how.gradients:
-            self._wait(MAX_PENDING)
+            self._wait(MAX_PENDING if self._how.overlap_reduce else 0)
 
-    def whole_gradients_of(self, state: _State) -> Tensor:
+    def _to_reduce(self, state: _State) -> Tensor:
         """What is to be reduced."""
         whole = state.temporary if self._how.gradients else state.bucket.grads
         assert whole is not None

@@ -58,12 +58,11 @@ class Segment:
 
 
 def build_segments(buckets: Iterable[Bucket], precision: Precision, offload: float) -> list[Segment]:
-    """Segments of all held ranges; the first `offload` share of their elements is on the host."""
-    buckets = list(buckets)
-    total = sum(bucket.last - bucket.first for bucket in buckets)
-    budget = round(total * offload / ALIGNMENT) * ALIGNMENT
+    """Segments of all held ranges; of each bucket the first `offload` share of the elements is on the host: so equal
+    buckets, such as those of a tied table's copies, are cut at the same place and updated by the same kernels."""
     segments = []
     for bucket in buckets:
+        budget = round((bucket.last - bucket.first) * offload / ALIGNMENT) * ALIGNMENT
         for treatment, start, stop in bucket.segments():
             border = start + min(budget, stop - start)
             budget -= border - start
@@ -92,6 +91,7 @@ class Updater:
 
     def __init__(self, segments: list[Segment], config: OptimizerConfig, precision: Precision, device: torch.device):
         self.segments, self.precision = segments, precision
+        self.steps = 0  # updates taken: Adam's bias correction counts them, on ranks that train nothing too
         self._engines: list[tuple[FusedOptimizer, list[Segment]]] = []
         for on_host in (False, True):
             mine = [segment for segment in segments if segment.on_host == on_host]
@@ -109,7 +109,8 @@ class Updater:
     @property
     def description(self) -> str:
         """Which implementation runs, and on how much."""
-        text = f"{self._engines[0][0].description}, {len(self.segments)} segments"
+        used = [engine.description for engine, mine in self._engines if mine] or [self._engines[0][0].description]
+        text = f"{' and '.join(dict.fromkeys(used))}, {len(self.segments)} segments"
         hosted = sum(segment.stop - segment.start for segment in self.segments if segment.on_host)
         return text + (f", {hosted:,} elements on the host" if hosted else "")
 
@@ -124,6 +125,7 @@ class Updater:
             torch.cuda.current_stream().synchronize()
         for engine, _ in self._engines:
             engine.step(factor, rates, weight_decay)
+        self.steps += 1
         self.publish()
 
     def publish(self) -> None:
@@ -153,24 +155,21 @@ class Updater:
         for segment in self.segments:
             yield from segment.pieces(segment.main.detach())
 
-    @property
-    def steps(self) -> int:
-        """Updates taken: Adam's bias correction counts them."""
-        return max(engine.steps for engine, _ in self._engines)
-
     def set_steps(self, steps: int) -> None:
         """Restore the count of updates."""
+        self.steps = steps
         for engine, _ in self._engines:
             engine.set_steps(steps)
 
 
 def state_bytes(segments: Iterable[Segment]) -> dict[str, int]:
-    """Bytes of main parameters and of moments apart from the buckets' own, and how many of both are on the host."""
+    """Bytes of main parameters and of moments apart from the buckets' own; and what is on the host: of both, and the
+    gradients there."""
     sizes = {"main": 0, "moments": 0, "host": 0}
     for segment in segments:
         main = segment.main.nbytes if segment.is_copy else 0
         moments = sum(moment.nbytes for moment in segment.moments.values())
         sizes["main"] += main
         sizes["moments"] += moments
-        sizes["host"] += (main + moments) if segment.on_host else 0
+        sizes["host"] += (main + moments + segment.gradient.nbytes) if segment.on_host else 0
     return sizes

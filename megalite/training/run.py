@@ -322,7 +322,10 @@ class Run:
                 self.mesh,
                 peak=memory.peak,
                 sent=self.optimizer.transport.traffic.bytes_sent - sent,
-                predicted=predicted_memory(self.config, self.stages, self.prepared.backend, self.mesh),
+                frozen=sum(p.nbytes for stage in self.stages for p in stage.parameters() if not p.requires_grad),
+                predicted=None
+                if self.adapter is not None
+                else predicted_memory(self.config, self.stages, self.prepared.backend, self.mesh),
                 microbatches=count,
             )
         )

@@ -67,6 +67,15 @@ def test_four_shards_equal_one_process(pool: ProcessPool, strategy: str) -> None
     assert difference.worst <= 1e-10, difference
 
 
+def test_a_rank_of_vocabulary_padding_alone_takes_part(pool: ProcessPool) -> None:
+    """101 ids padded to 256 rows over two ranks: the second holds none of the table, which two stages share."""
+    variant = Variant(tp=2, sequence_parallel=True, pp=2, dp=2, schedule="1f1b", sharding="optim_grads")
+    config = variant.apply(network(tied=True))
+    config.tokenizer.vocab_size, config.model.make_vocab_size_divisible_by = 100, 128
+    difference = Prover(pool, steps=3).prove(config, variant.processes)
+    assert difference.worst <= 1e-10, difference
+
+
 BYTES = {  # per parameter in bf16 with fp32 gradients: parameters, gradients, main parameters, moments
     "no_shard": lambda d: (2, 4, 4, 8),
     "optim": lambda d: (2, 4, 4 / d, 8 / d),
@@ -88,6 +97,15 @@ def test_at_most_the_two_largest_units_are_gathered_at_a_time(pool: ProcessPool,
     flags = OVERLAP if overlap else {}
     for outcome in run_zero(pool, zero_config("optim_grads_params", microbatches=2, **flags), 2, steps=2):
         assert 0 < outcome.peak_gathered <= sum(sorted(outcome.buckets)[-2:])
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_few_sharded_gradients_are_whole_at_a_time(pool: ProcessPool, strategy: str, overlap: bool) -> None:
+    flags = (OVERLAP if overlap else {}) | ({"ddp_bucket_size": 5_000} if strategy == "optim_grads" else {})
+    for outcome in run_zero(pool, zero_config(strategy, microbatches=2, **flags), 2, steps=2):
+        largest = sorted(outcome.buckets)[-4 if overlap else -2 :]  # being filled (two at a border), being reduced
+        assert 0 < outcome.peak_gradients <= sum(largest) < 0.6 * outcome.held["elements"]
 
 
 @pytest.mark.parametrize(("ranks", "microbatches", "overlap"), [(2, 1, False), (2, 3, True), (4, 3, False)])

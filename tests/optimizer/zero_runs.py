@@ -29,7 +29,8 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 class Outcome:
     """What a rank saw. `values`: whole logical tensors of parameters and state after the last step (first rank only).
     `bytes_per_step`: sent in the last step. `held`: bytes of parameters, gradients, main parameters and moments, and
-    elements of its buckets. `peak_gathered`: elements, of sharded parameters. `bucket_sizes`: elements of the bucket
+    elements of its buckets. `peak_gathered`, `peak_gradients`: elements, of sharded parameters
+    and of temporaries for sharded gradients. `bucket_sizes`: elements of the bucket
     that a parameter is in. `buckets`: of every bucket."""
 
     losses: list[float]
@@ -38,6 +39,7 @@ class Outcome:
     bytes_per_step: int
     held: dict[str, int]
     peak_gathered: int
+    peak_gradients: int
     bucket_sizes: dict[str, int]
     buckets: list[int]
 
@@ -89,6 +91,7 @@ def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int) -> Outcome:
         bytes_per_step=sent,
         held=optimizer.held_bytes() | {"elements": sum(bucket.size for bucket in buckets)},
         peak_gathered=gatherer.peak_elements if isinstance(gatherer, UnitGatherer) else 0,
+        peak_gradients=optimizer.reducer.peak_elements,
         bucket_sizes={slot.name: bucket.size for bucket in buckets for slot in bucket.slots},
         buckets=[bucket.size for bucket in buckets],
     )
