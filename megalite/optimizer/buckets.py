@@ -57,7 +57,7 @@ class Slot:
 class Bucket:
     """Flat tensors of one group of parameters.
 
-    `params`: whole, in the compute dtype; with sharded parameters its storage comes and goes, and `params_shard` stays.
+    `params`: whole, in the compute dtype; with sharded parameters its storage comes and goes, and `held_params` stays.
     `grads`: whole, in the wide dtype; None with sharded gradients. `first`, `last`: the range of the bucket that this
     rank updates; all of it where the state isn't sharded. `held_grads` and `held_params` are that range.
     """

@@ -8,6 +8,7 @@ the divisor in float32), the gradients are multiplied first.
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -31,13 +32,12 @@ class FusedOptimizer(Protocol):
         """The per-element state of a parameter, by its kind."""
         ...
 
-    @property
-    def steps(self) -> int: ...
+    def set_steps(self, steps: int) -> None:
+        """Set the count of updates, which bias correction uses."""
+        ...
 
-    def set_steps(self, steps: int) -> None: ...
 
-
-class _Fused:
+class _Fused(ABC):
     """What the implementations share: a torch-style optimizer with one group for each treatment."""
 
     def __init__(self, treatments: Treatments, moment_names: Sequence[str]):
@@ -71,12 +71,9 @@ class _Fused:
         if factor != 1.0 and gradients:  # a stage of no layers has none
             torch._foreach_mul_(gradients, factor)
 
-    @property
-    def steps(self) -> int:
-        raise NotImplementedError
-
+    @abstractmethod
     def set_steps(self, steps: int) -> None:
-        raise NotImplementedError
+        """Set the count of updates where the implementation keeps it."""
 
 
 class TorchFused(_Fused):
@@ -103,12 +100,6 @@ class TorchFused(_Fused):
             self._multiply_gradients(factor)
         self.optimizer.step()
 
-    @property
-    def steps(self) -> int:
-        """Updates taken, where the optimizer counts them."""
-        parameters = self._parameters()
-        return int(self.optimizer.state[parameters[0]]["step"].item()) if self._counts and parameters else 0
-
     def set_steps(self, steps: int) -> None:
         """Restore the count."""
         if self._counts:
@@ -131,11 +122,6 @@ class LibraryAdam(_Fused):
         self._set_rates(rates, weight_decay)
         self._multiply_gradients(factor)
         self.optimizer.step()
-
-    @property
-    def steps(self) -> int:
-        """Updates taken."""
-        return int(self.optimizer.param_groups[0].get("step", 0)) if self._parameters() else 0
 
     def set_steps(self, steps: int) -> None:
         """Restore the count."""

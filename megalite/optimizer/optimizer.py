@@ -85,7 +85,7 @@ class Optimizer:
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes that this rank keeps between steps: `parameters`, main `gradients`, `main` parameters, `moments`; and
-        how many of the last two are on the `host`."""
+        what of these is on the `host`."""
         parameters = sum((b.held_params if self.sharding.parameters else b.params).nbytes for b in self.buckets)
         gradients = sum((b.held_grads if b.grads is None else b.grads).nbytes for b in self.buckets)
         return {"parameters": parameters, "gradients": gradients, **state_bytes(self.updater.segments)}

@@ -69,18 +69,11 @@ class GradientReducer:
     """Main gradients of one rank. Between `begin` and `finish` layers may add to them. `peak_elements`: the most that
     temporaries for sharded gradients held at a time."""
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        transport: Transport | None,
-        how: Sharding,
-        precision: Precision,
-        recorder: Recorder | None = None,
-    ):
+    def __init__(self, buckets: Sequence[Bucket], transport: Transport | None, how: Sharding, precision: Precision):
         """`transport`: None where one rank holds everything."""
         self._states = [_State(bucket, number) for number, bucket in enumerate(buckets)]
         self._transport, self._how, self._precision = transport, how, precision
-        self.recorder = recorder
+        self.recorder: Recorder | None = None
         self._pending: list[_Reduction] = []
         self._spare: list[Tensor] = []
         self._open = 0  # elements of temporaries that are alive
@@ -160,8 +153,6 @@ class GradientReducer:
                 if state.temporary is not None:
                     self._start(state)
                 state.expect(1)
-        if not self._how.overlap_reduce:
-            self._wait(0)
 
     def finish(self) -> None:
         """Start what hasn't, wait for all. Collective over the data-parallel ranks."""

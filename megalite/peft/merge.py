@@ -7,7 +7,6 @@ rounding, and it is measured. Memory holds one file of the folder.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,11 +17,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.config import read_huggingface_config
-from megalite.checkpoint.huggingface.files import INDEX_FILE, SINGLE_FILE, TensorFiles
+from megalite.checkpoint.huggingface.files import INDEX_FILE, SINGLE_FILE, TensorFiles, new_folder
 from megalite.checkpoint.huggingface.travel import copy_small_files
-from megalite.checkpoint.storage import CONFIG_FILE, read_json
+from megalite.checkpoint.storage import read_json
 from megalite.peft.convert import from_peft
 from megalite.peft.files import SCORE, read_adapter
 from megalite.peft.modules import hf_linears
@@ -73,30 +72,18 @@ def merge_adapter(source: Path, adapter: Path, target: Path) -> Rounding:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"--hf {target} exists and is no empty folder: choose a new one")
     rounding = Rounding()
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    try:
-        with TensorFiles(source) as files:
-            changes = _changes(source, adapter, files)
-            temporary.mkdir(parents=True)
+    with TensorFiles(source) as files:
+        changes = _changes(source, adapter, files)
+        with new_folder(target) as temporary:
             for file, names in _names_by_file(source, files).items():
                 content = {}
                 for name in names:
                     tensor = files.read(name, tuple(slice(0, size) for size in files.stored[name].shape))
                     content[name] = _merged(tensor, changes[name], rounding) if name in changes else tensor
                 save_file(content, temporary / file, metadata={"format": "pt"})
-        copy_small_files(source, temporary, config=True)
-        if not (source / SINGLE_FILE).exists():
-            shutil.copyfile(source / INDEX_FILE, temporary / INDEX_FILE)
-        mode = (temporary / CONFIG_FILE).stat().st_mode  # safetensors lets only the owner read
-        for written in temporary.glob("*.safetensors"):
-            written.chmod(mode)
-        if target.exists():
-            target.rmdir()
-        os.rename(temporary, target)
-    except OSError as error:
-        raise CheckpointError(f"{target} was not written: {reason(error)}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            copy_small_files(source, temporary, config=True)
+            if not (source / SINGLE_FILE).exists():
+                shutil.copyfile(source / INDEX_FILE, temporary / INDEX_FILE)
     return rounding
 
 

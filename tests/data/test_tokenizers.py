@@ -102,11 +102,13 @@ def build(kind: str, **fields: Any) -> Tokenizer:
     return build_tokenizer(TokenizerConfig(tokenizer_type=kind, **fields))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", [*SAMPLES, *ODD, ""], ids=lambda text: repr(text)[:16])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    # A special token written out is an id there, not text.
+    [(k, t) for t in [*SAMPLES, *ODD, ""] for k in KINDS if not (k == "tiktoken json" and "<s>" in t)],
+    ids=lambda value: repr(value)[:16],
+)
 def test_text_survives_the_round_trip(every: dict[str, Tokenizer], kind: str, text: str) -> None:
-    if kind == "tiktoken json" and "<s>" in text:
-        pytest.skip("a special token written out is an id, not text")
     ids = every[kind].tokenize(text)
     assert every[kind].detokenize(ids) == text
     assert all(0 <= i < every[kind].vocab_size for i in ids)

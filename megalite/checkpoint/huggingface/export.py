@@ -7,8 +7,6 @@ parameter after the other is read and taken apart. Memory holds one parameter an
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.checkpoint.checkpoint import read_config
-from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import Architecture
 from megalite.checkpoint.huggingface.config import describe_network
-from megalite.checkpoint.huggingface.files import INDEX_FILE, SINGLE_FILE
+from megalite.checkpoint.huggingface.files import INDEX_FILE, SINGLE_FILE, new_folder
 from megalite.checkpoint.huggingface.parts import Part
 from megalite.checkpoint.huggingface.travel import copy_small_files, copy_tokenizer, origin
 from megalite.checkpoint.huggingface.weights import EMBEDDING
@@ -67,21 +65,9 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     known = origin(source.path.parent, config.tokenizer)
     architecture, values = _config_json(config, tensors[EMBEDDING], known)
     plan = list(_plan(architecture, tensors))
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
+    with new_folder(target) as temporary:
         _write_tensors(source.path, index, _files(plan, shard_bytes), temporary)
         notes = _write_small_files(config, values, known, temporary)
-        mode = (temporary / CONFIG_FILE).stat().st_mode  # safetensors lets only the owner read
-        for file in temporary.glob("*.safetensors"):
-            file.chmod(mode)
-        if target.exists():
-            target.rmdir()
-        os.rename(temporary, target)
-    except OSError as error:
-        raise CheckpointError(f"{target} was not written: {reason(error)}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return notes
 
 

@@ -6,9 +6,11 @@ doesn't hold it never reads, and what is missing is known before anything is loa
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError, reason
-from megalite.checkpoint.storage import read_json
+from megalite.checkpoint.storage import CONFIG_FILE, read_json
 from megalite.distributed.param_spec import Shape
 
 SINGLE_FILE = "model.safetensors"
@@ -125,3 +127,25 @@ class TensorFiles:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {reason(error)}") from error
         self._files[file] = opened
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `target` (absent or empty) when the block ends well; else nothing of it stays.
+
+    What the operating system refuses becomes a `CheckpointError` that names the target.
+    """
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        mode = (temporary / CONFIG_FILE).stat().st_mode  # safetensors lets only the owner read
+        for file in temporary.glob("*.safetensors"):
+            file.chmod(mode)
+        if target.exists():
+            target.rmdir()
+        os.rename(temporary, target)
+    except OSError as error:
+        raise CheckpointError(f"{target} was not written: {reason(error)}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
