@@ -139,6 +139,25 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return start_all_gather(grads[0], ctx.group).wait(), None
 
 
+class _GatherSequence(torch.autograd.Function):
+    """All-gather along the first dimension forward, reduce-scatter backward (Korthikanti et al. 2022)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return start_all_gather(x, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return start_reduce_scatter(grads[0], ctx.group).wait(), None
+
+
+def gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """The members' parts `x` [s / size, ...] of a sequence put together, for members that each use it in part: their
+    gradients are summed."""
+    return x if group.size == 1 else cast(Tensor, _GatherSequence.apply(x, group))
+
+
 def reduce_from_group(x: Tensor, group: Group, *, sequence_parallel: bool = False) -> Tensor:
     """The sum of the members' `x` [s, ...]: whole on each, or with `sequence_parallel` each member's part of the first
     dimension."""

@@ -39,11 +39,11 @@ class ClassifierHead(ShardedModule):
         return linear(hidden, self.weight, gradients=self.gradients)
 
     def losses(self, hidden: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
-        """Cross-entropy in nats of every token, wide [s, b], for `labels` [b, s], equal on all ranks."""
+        """Cross-entropy in nats of every token, wide [s, b], for `labels` [s, b], equal on all ranks."""
         scores = self(hidden)
         losses = vocabulary_parallel_cross_entropy(
             scores,
-            self._mine(labels.t()),
+            self._mine(labels),
             first_column=0,
             vocab_size=self.classes,
             group=self.alone,

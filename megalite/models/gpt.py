@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.distributed.collectives import gather_sequence
+from megalite.distributed.mesh import Group
 from megalite.models.classifier import ClassifierHead
 from megalite.models.stages import StageSpan
 from megalite.nn.attention import visibility
@@ -93,19 +95,21 @@ class _Output(ShardedModule):
         spec = vocabulary_spec(build, vocab_size, None)
         self.weight = self.add_parameter("weight", spec, build) if own_weight else None
 
-    def forward(self, hidden: Tensor, tied: Tensor | None) -> Tensor:
-        """[s, b, h] → [s, b, local columns]; those of vocabulary padding are left out."""
+    def forward(self, hidden: Tensor, tied: Tensor | None, counted: Tensor | None = None) -> Tensor:
+        """[s, b, h] → [s, b, local columns]; those of vocabulary padding are left out.
+
+        `counted` int64 [n]: only these of the s · b tokens → [n, local columns].
+        """
         weight = tied if self.weight is None else self.weight
         assert weight is not None
         rows = max(0, min(self.vocab_size - self.group.rank * weight.shape[0], weight.shape[0]))
-        return linear(
-            hidden,
-            weight,
-            self.group,
-            gather=self.sequence_parallel,
-            rows=rows,
-            gradients=self.weight_gradients,
-        )
+        group: Group | None = self.group
+        gather = self.sequence_parallel
+        if counted is not None and gather:  # gathered here, its gradient is summed over the ranks here
+            hidden, group, gather = gather_sequence(hidden, self.group), None, False
+        if counted is not None:
+            hidden = hidden.flatten(0, 1).index_select(0, counted)
+        return linear(hidden, weight, group, gather=gather, rows=rows, gradients=self.weight_gradients)
 
 
 class GPTStage(ShardedModule):
@@ -177,10 +181,11 @@ class GPTStage(ShardedModule):
         assert self.embedding is not None
         return self.embedding.word_embeddings.weight
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[s, b, h] of the last stage → [s, b, local columns]; those of vocabulary padding are left out."""
+    def logits(self, hidden: Tensor, counted: Tensor | None = None) -> Tensor:
+        """[s, b, h] of the last stage → [s, b, local columns]; those of vocabulary padding are left out. `counted`
+        int64 [n]: only of these of the s · b tokens, [n, local columns]."""
         assert self.output_layer is not None
-        logits: Tensor = self.output_layer(hidden, self.output_weight)
+        logits: Tensor = self.output_layer(hidden, self.output_weight, counted)
         return logits
 
     def units(self, chunk: int) -> Iterator[Unit]:
@@ -203,28 +208,35 @@ class GPTStage(ShardedModule):
             elif self.output_layer is not None:
                 yield Unit(self.output_layer, chunk, of(self.output_weight))
 
-    def token_losses(self, hidden: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    def token_losses(
+        self, hidden: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, counted: Tensor | None = None
+    ) -> Tensor:
         """Cross-entropy in nats of every token, wide [s, b], for `labels` [b, s]: the next tokens, or classes.
 
+        `counted` int64 [n]: only of these of the s · b tokens, wide [n]; the output layer then computes no others.
         Virtual tokens have none.
         """
         virtual = self.sequence_length(0)  # dropped last: with sequence parallelism no rank's part has them all
+        if counted is not None:
+            counted = counted + virtual * labels.shape[0]
         if virtual:
             labels = F.pad(labels, (virtual, 0))
-        losses = self._all_losses(hidden, labels, label_smoothing)
-        return losses[virtual:] if virtual else losses
+        losses = self._losses(hidden, labels.t(), counted, label_smoothing)
+        return losses[virtual:] if virtual and counted is None else losses
 
     def decisions(self, hidden: Tensor) -> Tensor:
         """A classifier's decision at every token, int64 [s, b]."""
         assert self.classifier is not None
         return self.classifier.decisions(hidden)[self.sequence_length(0) :]
 
-    def _all_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
-        if self.classifier is not None:
-            return self.classifier.losses(hidden, labels, label_smoothing=label_smoothing)
+    def _losses(self, hidden: Tensor, labels: Tensor, counted: Tensor | None, label_smoothing: float) -> Tensor:
+        """Of `labels` [s, b]: [s, b], or [n] of those counted."""
+        if self.classifier is not None:  # small enough to score all
+            losses = self.classifier.losses(hidden, labels, label_smoothing=label_smoothing)
+            return losses if counted is None else losses.flatten()[counted]
         return vocabulary_parallel_cross_entropy(
-            self.logits(hidden),
-            labels.t(),
+            self.logits(hidden, counted),
+            labels if counted is None else labels.flatten()[counted],
             first_column=self.group.rank * self.output_weight.shape[0],
             vocab_size=self.vocab_size,
             group=self.group,

@@ -186,3 +186,14 @@ def test_a_frozen_weight_keeps_no_input_for_its_gradient() -> None:
         assert x.grad is not None
         assert torch.allclose(x.grad, weight.sum(0).expand_as(x))
         x.grad = None
+
+
+def test_counted_tokens_are_counted_without_the_virtual_ones() -> None:
+    mesh = single_process_mesh()
+    model, text = tiny_model(mesh, FP64, **LLAMA), tiny_tokens(2, 9)
+    apply_peft([model], KINDS["prompt"], mesh=mesh, precision=FP64, seed=1)
+    tokens, labels = text[:, :-1], text[:, 1:]
+    hidden = model(tokens, plain_info(tokens))
+    chosen = torch.tensor([1, 4, 5, 17])  # of [s, b]
+    expected = model.token_losses(hidden, labels).flatten()[chosen]
+    assert torch.allclose(model.token_losses(hidden, labels, counted=chosen), expected, rtol=1e-12)
