@@ -38,6 +38,17 @@ def accumulate_weight_gradient(main_grad: Tensor, grad: Tensor, x: Tensor) -> No
         main_grad.add_(grad.t() @ x)
 
 
+def _product(x: Tensor, weight: Tensor, onto: Tensor | None, rows: int | None, gathered: Group | None) -> Tensor:
+    """x W^T, or `onto` with that added. `gathered`: ranks whose `x` are put together first."""
+    if gathered is not None:
+        x = start_all_gather(x, gathered).wait()
+    matrix = weight.view(-1, x.shape[-1])[:rows]
+    if onto is None:
+        return F.linear(x, matrix)
+    onto.flatten(0, -2).addmm_(x.flatten(0, -2), matrix.t())
+    return onto
+
+
 class _Linear(torch.autograd.Function):
     """x W^T for an input that is equal on the group's ranks, or with `gather` cut along the sequence over them.
 
@@ -49,6 +60,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        onto: Tensor | None,
         rows: int | None,
         group: Group | None,
         gather: bool,
@@ -59,9 +71,9 @@ class _Linear(torch.autograd.Function):
         ctx.rows, ctx.group, ctx.gather, ctx.gradients = rows, group, gather, gradients
         ctx.inputs = x.shape[-1]
         ctx.sink = sink_of(weight)  # recomputation hands the backward another tensor, without it
-        if group is not None and gather:
-            x = start_all_gather(x, group).wait()
-        return F.linear(x, weight.view(-1, x.shape[-1])[:rows])
+        if onto is not None:
+            ctx.mark_dirty(onto)
+        return _product(x, weight, onto, rows, group if gather else None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -75,7 +87,8 @@ class _Linear(torch.autograd.Function):
             start = start_reduce_scatter if ctx.gather else start_all_reduce
             x_grad = start(x_grad.result, group)
         weight_grad = _weight_gradient(weight, grad, x_full[0], ctx) if x_full else None
-        return None if x_grad is None else x_grad.wait(), weight_grad, None, None, None, None
+        onto_grad = grad if ctx.needs_input_grad[2] else None
+        return None if x_grad is None else x_grad.wait(), weight_grad, onto_grad, None, None, None, None
 
 
 def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, ctx: Any) -> Tensor | None:
@@ -105,24 +118,28 @@ def linear(
     *,
     gather: bool = False,
     rows: int | None = None,
+    onto: Tensor | None = None,
     gradients: WeightGradients | None = None,
 ) -> Tensor:
     """`x` [s, ..., in] times the transpose of `weight` [..., in] flattened to [out, in]: [s, ..., out].
 
     `group`: ranks that hold different rows of the weight; the input's gradient is summed over them. `gather`: each of
-    them holds only its part of the input's first dimension. `rows`: only the first so many outputs.
+    them holds only its part of the input's first dimension. `rows`: only the first so many outputs. `onto`: a tensor
+    that the result is added to in place, which nothing else may need the old values of.
     """
     if group is not None and group.size == 1:
         group = None
-    return cast(Tensor, _Linear.apply(x, weight, rows, group, gather, gradients))
+    if not torch.is_grad_enabled():
+        return _product(x, weight, onto, rows, group if gather else None)
+    return cast(Tensor, _Linear.apply(x, weight, onto, rows, group, gather, gradients))
 
 
 class ColumnParallelLinear(ShardedModule):
     """A linear layer whose outputs are cut over the tensor-parallel ranks.
 
     `shape` is the logical weight [..., in]; `boxes` say which part is here (default: dimension `dim` cut evenly), and
-    `local_shape` its shape here. The bias has the same shape without the last dimension. `lora`: what low-rank matrices
-    add to the output, called with the same arguments.
+    `local_shape` its shape here. The bias has the same shape without the last dimension. `lora`: adds what low-rank
+    matrices do to the output, in place, called with it and the same arguments.
     """
 
     def __init__(
@@ -150,7 +167,7 @@ class ColumnParallelLinear(ShardedModule):
         y = linear(x, self.weight, self.group, gather=self.gather, gradients=self.gradients)
         if self.bias is not None:
             y = y + self.bias.view(-1)
-        return y if self.lora is None else y + self.lora(x, info)
+        return y if self.lora is None else cast(Tensor, self.lora(y, x, info))
 
 
 class RowParallelLinear(ShardedModule):
@@ -180,4 +197,4 @@ class RowParallelLinear(ShardedModule):
         y = reduce_from_group(y, self.group, sequence_parallel=self.scatter)
         if self.bias is not None:
             y = y + self.bias
-        return y if self.lora is None else y + self.lora(x, info)
+        return y if self.lora is None else cast(Tensor, self.lora(y, x, info))

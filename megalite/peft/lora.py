@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,10 +19,13 @@ from megalite.distributed import random
 from megalite.distributed.collectives import reduce_from_group
 from megalite.distributed.param_spec import ZEROS, Box, Init, ParamSpec, cut, replicated
 from megalite.nn.dropout import dropout
+from megalite.nn.gradient_sink import sink_of
 from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
 from megalite.nn.module import Build, SequenceInfo, ShardedModule
 
 Range = tuple[int, int]
+Place = tuple[tuple[Any, ...], float]
+"""Where a factor is in the matrix of several, as an index, and what it is multiplied by there."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,35 @@ def first_matrix(inputs: int) -> Init:
     return Init("uniform", value=1.0 / math.sqrt(inputs))
 
 
+class _Assemble(torch.autograd.Function):
+    """Factors side by side in one matrix, of zeros elsewhere, so that one product serves them all. Their gradients go
+    to their sinks where they have such."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], places: Sequence[Place], *factors: Tensor) -> Tensor:
+        ctx.places, ctx.sinks = places, [sink_of(factor) for factor in factors]
+        matrix = factors[0].new_zeros(shape)
+        for (index, scale), factor in zip(places, factors, strict=True):
+            torch.mul(factor, scale, out=matrix[index])
+        return matrix
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        results: list[Tensor | None] = []
+        for (index, scale), sink in zip(ctx.places, ctx.sinks, strict=True):
+            if sink is None:
+                results.append(grads[0][index] * scale)
+            else:
+                sink.target().add_(grads[0][index], alpha=scale)
+                sink.arrived()
+                results.append(None)
+        return (None, None, *results)
+
+
+def _assemble(shape: tuple[int, ...], places: Sequence[Place], factors: Sequence[Tensor]) -> Tensor:
+    return cast(Tensor, _Assemble.apply(shape, places, *factors))
+
+
 class _Pair(ShardedModule):
     """A [rank, in] and B [..., rank]."""
 
@@ -92,8 +125,8 @@ class _Pair(ShardedModule):
         self.b = self.add_parameter("b", b, build)
 
     def down(self, x: Tensor, info: SequenceInfo | None, tokens: Tensor | None, first: int, width: int) -> Tensor:
-        """scale · A dropout(`x`). `tokens`: which of the sequence `x` [s, b, columns] holds; its columns begin at
-        `first` of `width`."""
+        """A dropout(`x`). `tokens`: which of the sequence `x` [s, b, columns] holds; its columns begin at `first` of
+        `width`."""
         keys = None if info is None else info.dropout_keys
         if keys is not None and self.how.drop:
             assert tokens is not None
@@ -101,46 +134,43 @@ class _Pair(ShardedModule):
             index = (tokens[:, None] * width + columns)[:, None, :]
             key = random.fold(keys, self.how.layer, f"lora {self.how.part}")
             x = dropout(x, self.how.drop, key[None, :, None], index)
-        return linear(x, self.a, gradients=self.gradients) * self.how.scale
+        return linear(x, self.a, gradients=self.gradients)
 
 
 class ColumnLora(ShardedModule):
-    """Adapters beside a `ColumnParallelLinear`: one for the whole of it, or some for slots of its outputs, in order."""
+    """Adapters beside a `ColumnParallelLinear`: one for the whole of it, or some for slots of its outputs."""
 
     def __init__(self, build: Build, base: ColumnParallelLinear, adapters: Sequence[tuple[LowRank, Slots | None]]):
         super().__init__()
         weight = base.param_specs["weight"]
         self.group, self.gather, self.gradients = base.group, base.gather, build.weight_gradients
-        self.outputs = weight.local_shape[:-1]
-        self.inputs = weight.shape[-1]
-        self.slots = {how.part: slots for how, slots in adapters}
-        place = build.place()
+        self.inputs, self.rank = weight.shape[-1], sum(how.rank for how, _ in adapters)
+        self.shape = (*weight.local_shape[:-1], self.rank)  # of all B together
+        self.drops = any(how.drop for how, _ in adapters)
+        self.rows: list[Place] = []  # where each A and each B is among them all
+        self.columns: list[Place] = []
+        place, end = build.place(), 0
         for how, slots in adapters:
             shape = (how.rank, self.inputs)
             boxes = replicated(shape, place, partial=base.gather)
             a = ParamSpec(shape, shape, boxes, first_matrix(self.inputs))
             self.add_module(how.part, _Pair(build, how, a, rows_spec(weight, slots, how.rank)))
+            mine, end = slice(end, end + how.rank), end + how.rank
+            outputs = () if slots is None else (*[slice(None)] * slots.dim, slice(*slots.local))
+            self.rows.append(((mine,), 1.0))
+            self.columns.append(((*outputs, ..., mine), how.scale))
 
-    def forward(self, x: Tensor, info: SequenceInfo | None) -> Tensor:
-        """`x` as for the layer; what is added to its output [s, b, local outputs]."""
-        tokens = None if info is None else info.token_index
-        added, dim, end = [], 0, 0
-        for part, slots in self.slots.items():
-            pair = self.get_submodule(part)
-            assert isinstance(pair, _Pair)
-            narrow = pair.down(x, info, tokens, 0, self.inputs)
-            y = linear(narrow, pair.b, self.group, gather=self.gather, gradients=self.gradients)
-            if slots is None:
-                return y
-            dim = slots.dim
-            added += [self._nothing(y, dim, slots.local[0] - end), y.view(*y.shape[:2], *pair.b.shape[:-1])]
-            end = slots.local[1]
-        added.append(self._nothing(added[-1], dim, self.outputs[dim] - end))
-        return torch.cat([one for one in added if one.numel()], dim=2 + dim).flatten(2)
-
-    def _nothing(self, like: Tensor, dim: int, count: int) -> Tensor:
-        """Zeros for `count` slots that no adapter is beside."""
-        return like.new_zeros(*like.shape[:2], *_with(self.outputs, dim, count))
+    def forward(self, y: Tensor, x: Tensor, info: SequenceInfo | None) -> Tensor:
+        """`y` [s, b, local outputs], to which is added in place; `x` as for the layer."""
+        pairs = [pair for pair in self.children() if isinstance(pair, _Pair)]
+        if self.drops and info is not None and info.dropout_keys is not None:  # each drops elements of its own
+            narrow = torch.cat([pair.down(x, info, info.token_index, 0, self.inputs) for pair in pairs], dim=-1)
+        elif len(pairs) == 1:
+            narrow = linear(x, pairs[0].a, gradients=self.gradients)
+        else:
+            narrow = linear(x, _assemble((self.rank, self.inputs), self.rows, [pair.a for pair in pairs]))
+        b = _assemble(self.shape, self.columns, [pair.b for pair in pairs])
+        return linear(narrow, b, self.group, gather=self.gather, onto=y)
 
 
 class RowLora(ShardedModule):
@@ -149,8 +179,7 @@ class RowLora(ShardedModule):
     def __init__(self, build: Build, base: RowParallelLinear, how: LowRank):
         super().__init__()
         outputs, self.inputs = base.param_specs["weight"].shape
-        self.group, self.scatter = base.group, base.scatter
-        self.part, self.gradients = how.part, build.weight_gradients
+        self.group, self.scatter, self.how = base.group, base.scatter, how
         place = build.place()
         shape = (how.rank, self.inputs)
         a = ParamSpec(shape, (how.rank, self.inputs // place.tp), cut(shape, 1, place), first_matrix(self.inputs))
@@ -158,14 +187,15 @@ class RowLora(ShardedModule):
         b = ParamSpec(whole, whole, replicated(whole, place, partial=base.scatter), ZEROS)
         self.add_module(how.part, _Pair(build, how, a, b))
 
-    def forward(self, x: Tensor, info: SequenceInfo | None) -> Tensor:
-        """`x` [s, b, in / tp]; what is added to the layer's output [s, b, out], with sequence parallelism this rank's
-        part of s."""
-        pair = self.get_submodule(self.part)
+    def forward(self, y: Tensor, x: Tensor, info: SequenceInfo | None) -> Tensor:
+        """`y` [s, b, out], to which is added in place, with sequence parallelism this rank's part of s; `x` [s, b,
+        in / tp]."""
+        pair = self.get_submodule(self.how.part)
         assert isinstance(pair, _Pair)
         tokens = None if info is None else info.token_index
         if self.scatter:  # within the layer the sequence is whole
             tokens = torch.arange(x.shape[0], device=x.device)
         narrow = pair.down(x, info, tokens, self.group.rank * x.shape[-1], self.inputs)
         narrow = reduce_from_group(narrow, self.group, sequence_parallel=self.scatter)
-        return linear(narrow, pair.b, gradients=self.gradients)
+        b = _assemble(tuple(pair.b.shape), [((...,), self.how.scale)], [pair.b])
+        return linear(narrow, b, onto=y)
