@@ -9,6 +9,7 @@ from megalite.config.schema import RunConfig
 from megalite.training.evaluate import Evaluator
 from megalite.training.metrics import EvaluationRecord, Sink, StepRecord
 from megalite.training.profiling import Profiler
+from megalite.training.report import size
 from megalite.training.signals import StopRequests
 from megalite.training.trainer import Trainer
 
@@ -16,7 +17,8 @@ from megalite.training.trainer import Trainer
 @dataclass
 class Loop:
     """`save` writes a checkpoint of the trainer's present state. `splits`: which of valid and test have data and are
-    wanted. `first_step`: taken in place of the trainer's own first one."""
+    wanted. `peak_memory`: bytes of the largest process; collective. `first_step`: taken in place of the trainer's own
+    first one."""
 
     config: RunConfig
     trainer: Trainer
@@ -28,6 +30,7 @@ class Loop:
     profiler: Profiler
     save: Callable[[], None]
     say: Callable[[str], None]
+    peak_memory: Callable[[], int]
     first_step: Callable[[], StepRecord] | None = None
 
     def run(self) -> None:
@@ -56,12 +59,13 @@ class Loop:
     def _train(self) -> bool:
         """Steps until the end (False) or a reason to stop (True). The last state is always saved."""
         state, config = self.trainer.state, self.config
-        saved = state.iteration
+        begun, saved, seconds = (state.iteration, state.consumed_tokens), state.iteration, 0.0
         self.trainer.restart_clock()
         while state.iteration < self.total_iterations:
             with self.profiler.step(state.iteration + 1):
                 record = self.first_step() if self.first_step is not None else self.trainer.step()
             self.first_step = None
+            seconds += record.elapsed_ms / 1e3
             for sink in self.sinks:
                 sink.step(record)
             self._report_timers()
@@ -73,13 +77,23 @@ class Loop:
             self.trainer.restart_clock()
             reason = self.stops.reason(state.iteration)
             if reason is not None:
+                self._sum_up(*begun, seconds)
                 if saved != state.iteration:
                     self.save()
                 self.say(f"exiting at iteration {state.iteration}: {reason}")
                 return True
+        self._sum_up(*begun, seconds)
         if saved != state.iteration:
             self.save()
         return False
+
+    def _sum_up(self, iteration: int, tokens: int, seconds: float) -> None:
+        """Tell what was done since `iteration` and `tokens`, and how fast."""
+        steps, tokens = self.trainer.state.iteration - iteration, self.trainer.state.consumed_tokens - tokens
+        self.say(
+            f"trained {steps:,} steps of {tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s; peak "
+            f"memory of a process {size(self.peak_memory())}"
+        )
 
     def _due(self, interval: int | None, iteration: int, *, trained: bool = False) -> bool:
         """Whether an event of this interval falls on `iteration`; with `trained`, whether it already happened there."""

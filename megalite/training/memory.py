@@ -7,6 +7,8 @@ results.
 
 from __future__ import annotations
 
+import resource
+import sys
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalite.distributed.collectives import all_gather_objects
+from megalite.distributed.collectives import all_gather_objects, all_reduce
 from megalite.distributed.mesh import Mesh
 from megalite.estimate.memory import MemoryEstimate, data_parallel_bytes
 from megalite.optimizer.gathering import UnitGatherer
@@ -23,6 +25,17 @@ from megalite.optimizer.optimizer import Optimizer
 from megalite.training.report import size
 
 SHOWN_RANKS = 32
+
+
+def peak_process_memory(mesh: Mesh) -> int:
+    """The most bytes that any rank has held at a time since it started: of its device, or on a CPU of the whole
+    process. Collective over the world."""
+    if mesh.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(mesh.device)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return int(all_reduce(torch.tensor(peak, device=mesh.device), mesh.world, "max").item())
 
 
 class PeakMemory:

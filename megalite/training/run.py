@@ -45,7 +45,7 @@ from megalite.training.dump import dump_gradients
 from megalite.training.evaluate import Evaluator
 from megalite.training.executor import GPTExecutor
 from megalite.training.loop import Loop
-from megalite.training.memory import PeakMemory, memory_report
+from megalite.training.memory import PeakMemory, memory_report, peak_process_memory
 from megalite.training.metrics import StepRecord, make_sinks
 from megalite.training.plan import Plan
 from megalite.training.prepare import Prepared
@@ -389,5 +389,6 @@ class Run:
             profiler=Profiler(config.logging, Path(config.logging.tensorboard_dir or "profile"), mesh.rank),
             save=self.save,
             say=self.say,
+            peak_memory=partial(peak_process_memory, mesh),
             first_step=self._watched_step if config.logging.log_memory else None,
         )

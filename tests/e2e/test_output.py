@@ -228,6 +228,19 @@ def test_the_opening_block_says_what_the_run_is(outcome: Outcome) -> None:
     assert "8 sequences of 32 tokens" in block
 
 
+def test_the_end_says_what_was_trained_how_fast_and_in_how_much_memory(outcome: Outcome, folder: Path) -> None:
+    (line,) = (line for line in outcome.out.splitlines() if line.startswith("trained "))
+    found = re.fullmatch(
+        r"trained (\d+) steps of ([\d,]+) tokens in ([\d.]+) s: ([\d,]+) tokens/s; peak memory of a process (.+) MB",
+        line,
+    )
+    assert found is not None, line
+    recorded = steps(folder / "metrics.jsonl")
+    assert int(found[1]) == STEPS and int(found[2].replace(",", "")) == recorded[-1]["consumed_tokens"]
+    assert float(found[3]) == pytest.approx(sum(step["elapsed_ms"] for step in recorded) / 1e3, abs=0.06)
+    assert 100 < float(found[5]) < 1000  # torch alone takes more than the one, the model less than the rest
+
+
 def test_nothing_is_on_stderr_but_what_torchs_profiler_says(outcome: Outcome) -> None:
     """Two processes write there at once, so its lines and their ends may come apart."""
     assert [line for line in outcome.err.splitlines() if line and "Profiler" not in line] == []
