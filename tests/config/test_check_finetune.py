@@ -88,10 +88,10 @@ NETWORK = ModelConfig(
 RUN = "--sft-data a --load-hf folder --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3 "
 
 
-def read(words: str) -> RunConfig:
-    def load(folder: str) -> tuple[ModelConfig, TokenizerConfig]:
+def read(words: str, classes: tuple[str, ...] | None = None) -> RunConfig:
+    def load(folder: str) -> tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None]:
         assert folder == "folder"
-        return NETWORK, TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="folder")
+        return NETWORK, TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="folder"), classes
 
     argv = f"{RUN} {words}".split()
     return read_config(argv, "p", "d", 1, sections=section_names(), base_model_loader=load)[0]

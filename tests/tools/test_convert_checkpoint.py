@@ -64,7 +64,7 @@ def test_the_command_fails_with_one_line_and_status_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["hf-to-meglite"], "unknown command hf-to-meglite; valid: hf-to-megalite, megalite-to-hf"),
+        (["hf-to-meglite"], "unknown command hf-to-meglite; valid: hf-to-megalite, megalite-to-hf, reshard, inspect"),
         (["hf-to-megalite", "--hf", "a"], "--save"),
         (["megalite-to-hf", "--load", "a", "--hg", "b"], "--hf"),
     ],
@@ -79,9 +79,23 @@ def test_a_folder_without_checkpoints_is_named(tool: ModuleType, tmp_path: Path)
         tool.main(["megalite-to-hf", "--load", str(tmp_path / "none"), "--hf", str(tmp_path / "hf")])
 
 
-def test_each_command_shows_its_flags(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in tool.COMMANDS:
-        with pytest.raises(SystemExit) as ended:
-            tool.main([command, "--help"])
-        assert ended.value.code == 0
-        assert "--no-compare" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    {
+        "hf-to-megalite": "--hf --save --no-compare",
+        "megalite-to-hf": "--load --ckpt-step --hf --no-compare",
+        "reshard": "--load --ckpt-step --save --files",
+        "inspect": "--load --ckpt-step --json",
+        "to-torch": "--load --ckpt-step --out --optimizer",
+    }.items(),
+)
+def test_each_command_shows_its_flags(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], command: str, flags: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        tool.main([command, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert all(f"  {flag}" in out for flag in flags.split())
+    assert tool.main([]) == 0
+    assert f"  {command} " in capsys.readouterr().out

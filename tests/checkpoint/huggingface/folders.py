@@ -10,13 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megalite.config.schema import RunConfig
-from megalite.distributed.mesh import Mesh
-from megalite.models.gpt import GPTStage, plain_info
-from megalite.models.stages import whole_model
-from megalite.nn.attention_backend import choose_backend
-from megalite.nn.module import Build
-from megalite.precision.policy import Precision
 from tests.models import hf_models
 
 LLAMA3 = {
@@ -109,15 +102,3 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype, name
         assert torch.equal(ours[name], tensor), name
-
-
-def build(config: RunConfig, vocab_size: int, mesh: Mesh) -> GPTStage:
-    assert config.model.num_layers is not None
-    parts = Build(config.model, mesh, Precision.from_config(config.precision))
-    backend = choose_backend(config, "cpu")
-    return GPTStage(parts, vocab_size, whole_model(config.model.num_layers), backend).eval()
-
-
-def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    assert isinstance(model, GPTStage)
-    return model.logits(model(tokens, plain_info(tokens))).transpose(0, 1)
