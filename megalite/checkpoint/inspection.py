@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from megalite.checkpoint.checkpoint import read_config, read_training_state
+from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.huggingface.weights import EMBEDDING
 from megalite.checkpoint.metadata import TensorInfo, read_index
 from megalite.checkpoint.planner import STATE_PREFIX
@@ -44,7 +45,9 @@ def describe_checkpoint(source: CheckpointDirectory) -> dict[str, Any]:
         "path": str(source.path),
         "iteration": source.iteration,
         **{name: int(training.get(name, 0)) for name in _COUNTERS},
-        "network": network_line(config.model, None if table is None else table.shape[0]),
+        "network": network_line(
+            config.model, None if table is None else table.shape[0], output=f"{_PREFIX}{HEAD}" not in tensors
+        ),
         "task": _task(config),
         "classes": config.finetune.class_names,
         "precision": Precision.from_config(config.precision).name,
@@ -93,8 +96,8 @@ def _task(config: RunConfig) -> str:
     return task if peft == "none" else f"{task}, --peft {peft}: only what is trained beside a frozen model"
 
 
-def network_line(model: ModelConfig, rows: int | None) -> str:
-    """A network in a line. `rows`: of its embedding, where it has one here."""
+def network_line(model: ModelConfig, rows: int | None, *, output: bool = True) -> str:
+    """A network in a line. `rows`: of its embedding, where it has one here. `output`: over the vocabulary."""
     heads, groups = model.num_attention_heads, model.num_query_groups
     activation = (
         "SwiGLU"
@@ -116,7 +119,7 @@ def network_line(model: ModelConfig, rows: int | None) -> str:
         f"up to {model.max_position_embeddings} positions" if model.max_position_embeddings else "",
         f"window {model.window_size}" if model.window_size else "",
         f"vocabulary {rows}" if rows else "",
-        "untied output" if model.untie_embeddings_and_output_weights else "tied output",
+        "" if not output else "untied output" if model.untie_embeddings_and_output_weights else "tied output",
     ]
     return ", ".join(part for part in parts if part)
 
@@ -139,7 +142,8 @@ def report_lines(facts: dict[str, Any]) -> Iterator[str]:
     yield f"precision: {facts['precision']}"
     grid = " x ".join(f"{name} {size}" for name, size in sizes.items())
     yield f"saved at {', '.join([grid, *filter(None, extras)])}; loads at any other layout as it is"
-    yield f"parameters: {facts['total_parameters']:,} in {len(facts['parameters']):,} tensors"
+    tensors = f"{len(facts['parameters']):,} tensors, {facts['parameter_bytes']:,} bytes"
+    yield f"parameters: {facts['total_parameters']:,} in {tensors}"
     yield from _table(facts["parameters"])
     for kind, sums in facts["optimizer_state"].items():
         counts = ", ".join(f"{count:,} {what}" for what, count in sums.items())

@@ -55,8 +55,8 @@ def parser(command: str) -> FlagParser:
         flags.add_argument("--json", action="store_true", help="print one JSON object instead (default: off)")
     elif command == "to-torch":
         out = (
-            "file to write, replaced if it exists: NAME.safetensors, in the memory of one tensor, or NAME.pt, a "
-            "dictionary for torch.load, in the memory of all"
+            "file to write, replaced if it exists: NAME.safetensors, written tensor by tensor, or NAME.pt, a "
+            "dictionary for torch.load, with all tensors in memory at once"
         )
         flags.add_argument("--out", required=True, type=Path, metavar="FILE", help=out)
         state = (

@@ -24,8 +24,8 @@ def reshard(source: CheckpointDirectory, root: Path, *, files: int = 1) -> Path:
     """Write `source` as the first checkpoint of the folder `root`, its tensors in `files` data files; the new folder.
 
     Optimizer state comes along; configuration, training state and what was kept of a Hugging Face folder are copied.
-    Fewer files come out where there are fewer tensors. Memory holds two tensors at a time. Raises a `CheckpointError`,
-    and nothing of the attempt stays.
+    Fewer files come out where there are fewer tensors. Two tensors are read and written at a time. Raises a
+    `CheckpointError`, and nothing of the attempt stays.
     """
     index = read_index(source)
     check_files(source, index.files)

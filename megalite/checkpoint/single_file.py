@@ -38,8 +38,8 @@ def write_single_file(source: CheckpointDirectory, out: Path, *, optimizer: bool
     """Write the whole logical parameters by their global names into `out`, as its suffix says; a line for the user.
 
     `optimizer`: its state too, as `optimizer.KIND.NAME`. Number formats and bits are the checkpoint's. An existing file
-    is replaced when the new one is whole. Memory holds one tensor (`.safetensors`) or all (`.pt`). Raises a UserError
-    that names the file.
+    is replaced when the new one is whole. Memory holds one tensor at a time (`.safetensors`) or all (`.pt`). Raises a
+    UserError that names the file.
     """
     check_suffix(out)
     index = read_index(source)
@@ -74,5 +74,5 @@ def _write_safetensors(stream: BinaryIO, source: CheckpointDirectory, index: Ind
     text += b" " * (-len(text) % _ALIGNMENT)
     stream.write(len(text).to_bytes(8, "little") + text)
     for name in names:
-        flat = read_logical(source.path, index, keys[name]).reshape(-1)
-        stream.write(flat.view(torch.uint8).numpy().data)
+        # In one statement: a name would keep the last tensor while the next is read.
+        stream.write(read_logical(source.path, index, keys[name]).reshape(-1).view(torch.uint8).numpy().data)

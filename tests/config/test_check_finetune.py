@@ -119,3 +119,26 @@ def test_a_flag_that_contradicts_the_network_is_refused() -> None:
         ["--num-layers", "4"],
         ["--swiglu", "contradicts"],
     ]
+
+
+CLASSIFY = "--task classification"
+
+
+def test_classes_come_from_a_classifier_unless_they_have_only_numbers() -> None:
+    assert read(CLASSIFY, ("no", "yes")).finetune.class_names == ["no", "yes"]
+    assert read(f"{CLASSIFY} --class-names no yes", ("no", "yes")).finetune.class_names == ["no", "yes"]
+    assert read(CLASSIFY, ("LABEL_0", "LABEL_1")).finetune.class_names is None
+    assert read(f"{CLASSIFY} --class-names no yes", ("LABEL_0", "LABEL_1")).finetune.class_names == ["no", "yes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "--load-hf folder is a classifier (no, yes): it has no other use than --task classification"),
+        (f"{CLASSIFY} --class-names yes no", "--class-names yes no contradicts --load-hf folder, which has no yes"),
+    ],
+)
+def test_what_contradicts_a_classifier_is_refused(words: str, message: str) -> None:
+    with pytest.raises(FlagError) as raised:
+        read(words, ("no", "yes"))
+    assert str(raised.value) == message

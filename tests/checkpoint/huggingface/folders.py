@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,20 @@ def save(case: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard_s
     model = model_of(case).to(dtype)
     model.config.dtype = dtype
     model.save_pretrained(folder, max_shard_size=shard_size)  # type: ignore[operator]
+    return folder
+
+
+def save_classifier(case: str, folder: Path, names: Sequence[str], **fields: Any) -> Path:
+    """A random classifier of transformers with a case's network; `fields` of `config.json` besides."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = model_of(case).config
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    for name, value in (labels | fields).items():
+        setattr(config, name, value)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    hf_models.randomize(model)
+    model.save_pretrained(folder)
     return folder
 
 
