@@ -39,8 +39,9 @@ _RECORD = "archive/data/0"  # where torch.save puts the bytes of the one tensor
 _LOCAL_HEADER = 30  # bytes of a zip entry's header before its name
 
 
-def write_shards(directory: Path, chunks: dict[str, list[Chunk]], group: Group) -> None:
-    """Write every member's chunks and the index into `directory`, synced to the disk. Collective.
+def write_shards(directory: Path, chunks: dict[str, list[Chunk]], group: Group, *, files: int = THREADS) -> None:
+    """Write every member's chunks and the index into `directory`, synced to the disk. Collective. `files`: of each
+    member, where it has so many chunks.
 
     Where a member fails, all raise the same `CheckpointError`, naming rank and file, once nobody writes any more.
     """
@@ -51,7 +52,7 @@ def write_shards(directory: Path, chunks: dict[str, list[Chunk]], group: Group) 
         try:
             dcp.save(
                 dict(chunks),
-                storage_writer=_ShardWriter(directory),
+                storage_writer=_ShardWriter(directory, files),
                 planner=GlobalSavePlanner(),
                 process_group=group.process_group,
                 no_dist=alone,
@@ -81,22 +82,22 @@ class _ShardWriter(dcp.FileSystemWriter):
     Nor does the index keep a path of this machine.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, files: int):
         super().__init__(directory)
-        self.directory = directory
+        self.directory, self.files = directory, files
         self.fs = _NamedFiles()
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """One file a thread; a rank that has nothing to write makes none."""
-        shares = [share for share in _share_out(plan.items) if share]
+        """A rank that has nothing to write makes no file."""
+        shares = [share for share in _share_out(plan.items, self.files) if share]
         names = [f"{plan.storage_data.prefix}{i}.distcp" for i in range(len(shares))]
         with ThreadPoolExecutor(THREADS) as pool:
-            files = list(pool.map(partial(self._write_file, planner), names, shares))
+            written = list(pool.map(partial(self._write_file, planner), names, shares))
         done: Future[list[WriteResult]] = Future()
-        done.set_result([result for results in files for result in results])
+        done.set_result([result for results in written for result in results])
         return done
 
     def _write_file(self, planner: SavePlanner, name: str, items: list[WriteItem]) -> list[WriteResult]:
@@ -122,10 +123,10 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _share_out(items: Iterable[WriteItem]) -> list[list[WriteItem]]:
-    """The items in one list a thread, of about equal numbers of elements."""
-    shares: list[list[WriteItem]] = [[] for _ in range(THREADS)]
-    sizes = [0] * THREADS
+def _share_out(items: Iterable[WriteItem], files: int) -> list[list[WriteItem]]:
+    """The items in one list a file, of about equal numbers of elements."""
+    shares: list[list[WriteItem]] = [[] for _ in range(files)]
+    sizes = [0] * files
     for item in items:
         assert item.tensor_data is not None
         smallest = sizes.index(min(sizes))

@@ -13,6 +13,8 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from megalite.config.schema import CheckpointConfig, RunConfig
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG_FILE = "config.json"
 STATE_FILE = "training_state.json"
+DOCUMENTS = (CONFIG_FILE, STATE_FILE)
+"""All of a checkpoint that isn't tensors."""
 _NAME = re.compile(r"iter_(\d{7,})(\.tmp|\.old)?")
 
 
@@ -173,6 +177,29 @@ def commit(root: Path, iteration: int) -> Path:
     if replaced.exists():
         _delete(replaced)
     return target
+
+
+@contextmanager
+def first_checkpoint(root: Path, iteration: int, beside: str) -> Iterator[Path]:
+    """The folder to write the first checkpoint in `root` into, for one process; complete when the block ends well.
+
+    `beside`: a folder in `root` that the block may make too. Where the block fails, nothing of all this stays. Raises
+    a `CheckpointError` where `root` holds checkpoints already.
+    """
+    if find_checkpoint(root) is not None:
+        raise CheckpointError(f"--save {root} already holds checkpoints: choose a new folder")
+    if (root / beside).exists():
+        raise CheckpointError(f"{root / beside} exists: choose a new folder for --save")
+    made = not root.exists()
+    try:
+        yield begin(root, iteration)
+        commit(root, iteration)
+    except BaseException:
+        abandon(root, iteration)
+        shutil.rmtree(root / beside, ignore_errors=True)
+        if made:
+            shutil.rmtree(root, ignore_errors=True)
+        raise
 
 
 def tracked_iteration(root: Path) -> int | None:

@@ -17,12 +17,13 @@ from megalite.config.flags import parse_flags
 from megalite.config.presets import preset_fields
 from megalite.config.resolve import drop_idle, resolve
 from megalite.config.schema import CheckpointConfig, ModelConfig, RunConfig, TokenizerConfig
+from megalite.config.schema_finetune import unnamed_classes
 
 # What `RunConfig.to_dict` wrote into the checkpoint that these flags choose; None where there is no checkpoint.
 CheckpointConfigLoader = Callable[[CheckpointConfig], Mapping[str, Mapping[str, Any]] | None]
 
-# Network and tokenizer of the folder that `--load-hf` names.
-BaseModelLoader = Callable[[str], tuple[ModelConfig, TokenizerConfig]]
+# Network and tokenizer of the folder that `--load-hf` names, and the classes that it decides between, if it does.
+BaseModelLoader = Callable[[str], tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None]]
 
 ACTIVATIONS = {"swiglu", "squared_relu", "openai_gelu"}
 NOT_FROM_CHECKPOINT = {"preset", "attention_backend", "attention_softmax_in_fp32", "init_method_std", "label_smoothing"}
@@ -76,13 +77,17 @@ def fill_from_preset(config: RunConfig, explicit: Collection[str]) -> None:
 
 
 def fill_from_base_model(
-    config: RunConfig, model: ModelConfig, tokenizer: TokenizerConfig, explicit: Collection[str]
+    config: RunConfig,
+    model: ModelConfig,
+    tokenizer: TokenizerConfig,
+    classes: tuple[str, ...] | None,
+    explicit: Collection[str],
 ) -> None:
-    """Take network and tokenizer from the folder that `--load-hf` names, where the command line doesn't say.
+    """Take network, tokenizer and classes from the folder that `--load-hf` names, where the command line doesn't say.
 
     A FlagError for flags that contradict the network. A tokenizer that the command line names replaces the folder's.
     """
-    fields, problems = all_fields(), []
+    fields, problems = all_fields(), [] if classes is None else _take_classes(config, classes)
     for name in (each.name for each in fields_of(model) if each.name not in UNSAID):
         field, theirs = fields[f"model.{name}"], getattr(model, name)
         free = name in FREE or (name == "max_position_embeddings" and model.position_embedding_type == "rope")
@@ -100,6 +105,22 @@ def fill_from_base_model(
         for each in fields_of(tokenizer):
             if f"tokenizer.{each.name}" not in explicit:
                 put(config, f"tokenizer.{each.name}", getattr(tokenizer, each.name))
+
+
+def _take_classes(config: RunConfig, classes: tuple[str, ...]) -> list[str]:
+    """The names of a classifier's classes, unless they are only numbered; what contradicts them."""
+    finetune, theirs = config.finetune, list(classes)
+    source = f"--load-hf {finetune.load_hf}"
+    if finetune.task != "classification":
+        return [f"{source} is a classifier ({', '.join(classes)}): it has no other use than --task classification"]
+    if theirs == unnamed_classes(len(theirs)):
+        return []
+    if finetune.class_names not in (None, theirs):
+        return [
+            f"--class-names {' '.join(finetune.class_names or [])} contradicts {source}, which has {' '.join(theirs)}"
+        ]
+    finetune.class_names = theirs
+    return []
 
 
 def _load_and_fill(config: RunConfig, explicit: Collection[str], loader: CheckpointConfigLoader | None) -> list[str]:

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from megalite.config.schema_field import flag
 
 
+def unnamed_classes(count: int) -> list[str]:
+    """What transformers calls classes that nobody named."""
+    return [f"LABEL_{number}" for number in range(count)]
+
+
 @dataclass
 class FinetuneConfig:
     """Teaching a model that exists: finetune.py alone."""

@@ -32,9 +32,8 @@ from megalite.distributed.pieces import Piece, whole
 from megalite.inference.generate import virtual_tokens
 from megalite.inference.vocabulary import unknown_ids
 from megalite.models.gpt import GPTStage
-from megalite.models.stages import whole_model
-from megalite.nn.attention_backend import choose_backend
-from megalite.nn.module import Build, named_specs
+from megalite.models.whole import build_whole
+from megalite.nn.module import named_specs
 from megalite.precision.policy import Precision
 
 EMBEDDING_KEY = "model.embedding.word_embeddings.weight"
@@ -85,6 +84,8 @@ def load_for_generation(root: str, *, step: int | None = None, given: Mapping[st
 def load_huggingface_for_generation(folder: str, *, given: Mapping[str, Any] | None = None) -> LoadedModel:
     """The model of a Hugging Face folder, in the number format that it is stored in. `given` and errors as above."""
     found = read_huggingface_config(folder)
+    if found.classes is not None:
+        raise UserError(f"--load-hf {folder} is a classifier ({', '.join(found.classes)}); it writes no text")
     config = RunConfig(model=found.model, tokenizer=tokenizer_of(Path(folder), found.vocab_size))
     config.model.model_vocab_size = found.vocab_size
     with TensorFiles(folder) as files:
@@ -111,7 +112,7 @@ class _Prepared:
         self.rows = self.tokenizer.vocab_size if rows is None else rows
         _check_vocabulary(self.rows, self.tokenizer, config, where)
         self.mesh = single_process_mesh(device)
-        self.model = _build(config, self.rows, self.mesh)
+        self.model = build_whole(config, self.rows, self.mesh).requires_grad_(False)
 
     def pieces(self) -> list[Piece]:
         return [whole(f"model.{name}", parameter, spec) for name, parameter, spec in named_specs(self.model)]
@@ -186,12 +187,3 @@ def _stored_ends(source: Path | None) -> set[int]:
         if ends := {one for one in ids if isinstance(one, int)}:
             return ends
     return set()
-
-
-def _build(config: RunConfig, vocab_size: int, mesh: Mesh) -> GPTStage:
-    """The whole model, its weights still undefined."""
-    assert config.model.num_layers is not None
-    build = Build(config.model, mesh, Precision.from_config(config.precision))
-    backend = choose_backend(config, mesh.device.type)
-    model = GPTStage(build, vocab_size, whole_model(config.model.num_layers), backend)
-    return model.eval().requires_grad_(False)

@@ -6,9 +6,11 @@ agree with it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.huggingface.config import read_huggingface_config
 from megalite.checkpoint.huggingface.load import load_huggingface
 from megalite.checkpoint.huggingface.travel import tokenizer_of
@@ -20,22 +22,36 @@ from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece
 
 
-def read_base_model(folder: str) -> tuple[ModelConfig, TokenizerConfig]:
-    """Network and tokenizer of a Hugging Face folder. A FlagError where they can't be read or aren't supported."""
+def read_base_model(folder: str) -> tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None]:
+    """Network and tokenizer of a Hugging Face folder, and a classifier's classes. A FlagError where they can't be read
+    or aren't supported."""
     try:
         found = read_huggingface_config(folder)
     except UserError as error:
         raise FlagError(f"--load-hf {folder}: {error}") from None
     found.model.model_vocab_size = found.vocab_size
-    return found.model, tokenizer_of(Path(folder), found.vocab_size)
+    return found.model, tokenizer_of(Path(folder), found.vocab_size), found.classes
+
+
+def base_names(folder: str, names: Iterable[str]) -> set[str]:
+    """Which of a model's parameters take their values from the folder: all but a head that it hasn't."""
+    has_head = read_huggingface_config(folder).classes is not None
+    return {name for name in names if name != HEAD or has_head}
 
 
 def load_base_model(
-    folder: str, *, mesh: Mesh, pieces: Iterable[Piece], names: Collection[str], classifies: bool
+    folder: str, *, mesh: Mesh, pieces: Iterable[Piece], names: Collection[str], classes: Sequence[str] | None
 ) -> None:
     """Fill those of `pieces` whose parameters are among `names` from the folder. Collective over the world.
 
-    `classifies`: the model has no output over the vocabulary, so the folder's isn't missed.
+    `classes`: of a classifier, which has no output over the vocabulary, so the folder's isn't missed. A UserError where
+    the folder decides between another number of them.
     """
+    theirs = read_huggingface_config(folder).classes
+    if classes is not None and theirs is not None and len(classes) != len(theirs):
+        raise CheckpointError(
+            f"--load-hf {folder} decides between {len(theirs)} classes ({', '.join(theirs)}), but --sft-data has "
+            f"{len(classes)}: {', '.join(classes)}"
+        )
     wanted = [piece for piece in pieces if parameter_name(piece.name) in names]
-    load_huggingface(folder, mesh=mesh, pieces=wanted, left_out=(OUTPUT,) if classifies else ())
+    load_huggingface(folder, mesh=mesh, pieces=wanted, left_out=() if classes is None else (OUTPUT,))

@@ -13,6 +13,7 @@ from typing import Any
 
 from megalite.checkpoint.checkpoint import load_checkpoint, read_config, read_training_state
 from megalite.checkpoint.errors import CheckpointError, agree
+from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.metadata import describe
 from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint, problem
 from megalite.config.errors import UserError
@@ -26,8 +27,6 @@ from megalite.optimizer.optimizer import Optimizer
 from megalite.optimizer.schedule import Schedule
 from megalite.precision.loss_scaler import LossScaler
 from megalite.training.state import TrainingState
-
-HEAD = "classifier.weight"
 
 
 def entries(stages: Sequence[GPTStage], optimizer: Optimizer, *, state: bool, frozen: bool = True) -> Iterator[Piece]:

@@ -39,7 +39,7 @@ from megalite.pipeline.transport import ProcessGroupTransport
 from megalite.precision.loss_scaler import LossScaler
 from megalite.precision.policy import Precision
 from megalite.training import resume
-from megalite.training.base_model import load_base_model
+from megalite.training.base_model import base_names, load_base_model
 from megalite.training.classification import DecisionCounts
 from megalite.training.dump import dump_gradients
 from megalite.training.evaluate import Evaluator
@@ -140,7 +140,7 @@ class Run:
             build = Build(config.model, self.mesh, self.precision, recompute=recompute, without_values=without_values)
             stages.append(GPTStage(build, vocab_size, span, backend, classes))
         if config.finetune.load_hf is not None:
-            self.base_names = {name for name, _, _ in specs_of(stages) if name != resume.HEAD}
+            self.base_names = base_names(config.finetune.load_hf, (name for name, _, _ in specs_of(stages)))
         if not without_values:
             self._initialize(whole(*named) for named in specs_of(stages))
         return stages
@@ -226,8 +226,7 @@ class Run:
         if folder is None:
             return
         pieces = resume.entries(self.stages, self.optimizer, state=False)
-        classifies = self.classes is not None
-        load_base_model(folder, mesh=self.mesh, pieces=pieces, names=self.base_names, classifies=classifies)
+        load_base_model(folder, mesh=self.mesh, pieces=pieces, names=self.base_names, classes=self.classes)
         self.optimizer.parameters_loaded(with_state=False)
         self.say(f"loaded {folder} (weights of Hugging Face's format)")
 

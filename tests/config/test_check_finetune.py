@@ -88,10 +88,10 @@ NETWORK = ModelConfig(
 RUN = "--sft-data a --load-hf folder --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3 "
 
 
-def read(words: str) -> RunConfig:
-    def load(folder: str) -> tuple[ModelConfig, TokenizerConfig]:
+def read(words: str, classes: tuple[str, ...] | None = None) -> RunConfig:
+    def load(folder: str) -> tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None]:
         assert folder == "folder"
-        return NETWORK, TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="folder")
+        return NETWORK, TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="folder"), classes
 
     argv = f"{RUN} {words}".split()
     return read_config(argv, "p", "d", 1, sections=section_names(), base_model_loader=load)[0]
@@ -119,3 +119,26 @@ def test_a_flag_that_contradicts_the_network_is_refused() -> None:
         ["--num-layers", "4"],
         ["--swiglu", "contradicts"],
     ]
+
+
+CLASSIFY = "--task classification"
+
+
+def test_classes_come_from_a_classifier_unless_they_have_only_numbers() -> None:
+    assert read(CLASSIFY, ("no", "yes")).finetune.class_names == ["no", "yes"]
+    assert read(f"{CLASSIFY} --class-names no yes", ("no", "yes")).finetune.class_names == ["no", "yes"]
+    assert read(CLASSIFY, ("LABEL_0", "LABEL_1")).finetune.class_names is None
+    assert read(f"{CLASSIFY} --class-names no yes", ("LABEL_0", "LABEL_1")).finetune.class_names == ["no", "yes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "--load-hf folder is a classifier (no, yes): it has no other use than --task classification"),
+        (f"{CLASSIFY} --class-names yes no", "--class-names yes no contradicts --load-hf folder, which has no yes"),
+    ],
+)
+def test_what_contradicts_a_classifier_is_refused(words: str, message: str) -> None:
+    with pytest.raises(FlagError) as raised:
+        read(words, ("no", "yes"))
+    assert str(raised.value) == message

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megalite.checkpoint.huggingface.export import megalite_to_huggingface
+from megalite.checkpoint.storage import find_checkpoint
 from megalite.config.errors import FlagError
 from megalite.config.fields import section_names
 from megalite.data.packing import TokenSequences
@@ -17,6 +19,7 @@ from megalite.data.sft import SftOptions, SftReader
 from megalite.data.tokenizers import HuggingFaceTokenizer
 from megalite.distributed.launch import Environment
 from megalite.training.prepare import prepare
+from tests.checkpoint.huggingface import folders
 from tests.data.chat_files import chat_tokenizer, pairs, write_lines
 from tests.e2e.runs import (
     TOLERANCE,
@@ -192,6 +195,24 @@ def test_a_classifier_learns_and_is_judged_alike_in_every_layout(base: Path, lab
     assert json.loads((folder / "config.json").read_text())["finetune"]["class_names"] == ["0", "1"]
     names = f"{data} {tmp_path / 'other'} --load {tmp_path / 'one'} --class-names 1 0"
     assert "was trained with --class-names 0 1" in tune(names, check=False).err
+    trained = find_checkpoint(tmp_path / "one")
+    assert trained is not None
+    megalite_to_huggingface(trained, tmp_path / "hf")
+    sets = f"--load-hf {tmp_path / 'hf'} --task classification --sft-data {labels} --sft-valid-share 0.3 --skip-train"
+    for name, flags, processes in (("again", "", 1), ("cut", SEQUENCE_AND_PIPELINE, 4), ("lora", "--peft lora", 1)):
+        tune(f"{sets} {flags} --metrics-file {tmp_path / name}.jsonl", processes)
+        (found,) = evaluations(tmp_path / f"{name}.jsonl")
+        assert found["accuracy"] == judged["one"]["accuracy"], name
+        assert abs(found["lm_loss"] - judged["one"]["lm_loss"]) <= TOLERANCE * judged["one"]["lm_loss"], name
+
+
+def test_a_classifier_of_another_number_of_classes_is_refused(labels: str, tmp_path: Path) -> None:
+    names = ("LABEL_0", "LABEL_1", "LABEL_2")
+    source = folders.save_classifier("llama, grouped, tied", tmp_path / "hf", names, vocab_size=ROWS)
+    chat_tokenizer(source)
+    outcome = tune(f"--load-hf {source} --task classification --sft-data {labels}", check=False)
+    assert outcome.code == 1
+    assert "decides between 3 classes (LABEL_0, LABEL_1, LABEL_2), but --sft-data has 2: 0, 1" in outcome.err
 
 
 # ---------------------------------------------------------------------------------------------------- bad input

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megalite.checkpoint.reshard import reshard
+from megalite.checkpoint.storage import find_checkpoint
 from tests.e2e.runs import (
     MICRO,
     assert_same_checkpoint,
@@ -49,6 +51,20 @@ def straight_and_resumed(flags: str, tmp_path: Path, processes: int) -> tuple[Pa
     go(f"{flags} --exit-interval 5", tmp_path / "resumed", processes=processes)
     assert newest(tmp_path / "resumed") == 5
     return straight, go(flags, tmp_path / "resumed", processes=processes)
+
+
+def test_a_run_goes_on_from_resharded_files_as_from_its_own(tmp_path: Path) -> None:
+    flags = "--bf16 --use-distributed-optimizer --train-iters 4"
+    go(f"{flags} --exit-interval 2", tmp_path / "run", processes=2)
+    found = find_checkpoint(tmp_path / "run")
+    assert found is not None
+    new = reshard(found, tmp_path / "new")
+    assert_same_checkpoint(new, found.path)
+    assert len(list(new.glob("*.distcp"))) == 1 < len(list(found.path.glob("*.distcp")))
+    own = go(flags, tmp_path / "run", processes=2)
+    resharded = go(flags, tmp_path / "new", processes=2)
+    assert written(own, *ALL_FIELDS)[-2:] == written(resharded, *ALL_FIELDS)
+    assert_same_checkpoint(checkpoint(tmp_path / "new", 4), checkpoint(tmp_path / "run", 4))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from megalite.config.schema import PrecisionConfig, TokenizerConfig
 from megalite.inference.generate import generate
 from megalite.inference.load import load_for_generation, load_huggingface_for_generation
 from megalite.inference.options import GenerationOptions
+from megalite.models.whole import build_whole
 from megalite.nn.module import named_specs
 from tests.checkpoint.huggingface import folders
 from tests.data.corpora import sentencepiece_model
@@ -160,7 +161,7 @@ def test_a_folder_says_which_ids_end_a_text_and_how_long_one_is(tmp_path: Path) 
 
 def test_a_converted_checkpoint_is_the_folder_again(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "hf")
-    huggingface_to_megalite(source, tmp_path / "run", folders.build)
+    huggingface_to_megalite(source, tmp_path / "run", build_whole)
     ours = load_for_generation(str(tmp_path / "run"), given=ONE_THREAD)
     theirs = load_huggingface_for_generation(str(source), given=ONE_THREAD)
     for (name, one, spec), (_, other, _) in zip(named_specs(ours.model), named_specs(theirs.model), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -10,9 +11,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from safetensors.torch import load_file
 
 from megalite.config.errors import FlagError, UserError
+from megalite.nn.module import named_specs
 from tests.checkpoint.huggingface import folders
+from tests.inference.checkpoints import save_tiny
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "convert_checkpoint.py"
 
@@ -53,6 +57,43 @@ def test_the_comparison_can_be_left_out(
     assert "difference" not in capsys.readouterr().out
 
 
+def test_what_a_checkpoint_holds_is_told_to_people_and_programs(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny(tmp_path, iteration=10)
+    save_tiny(tmp_path, iteration=20)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("")  # which is noted, but not in the middle of JSON
+    number = sum(parameter.numel() for parameter in model.parameters())
+    assert tool.main(["inspect", "--load", str(tmp_path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    facts = json.loads(out)
+    assert "loading the newest complete one" in err
+    assert (facts["iteration"], facts["total_parameters"], facts["precision"]) == (20, number, "fp32")
+    assert len(facts["parameters"]) == len(list(model.parameters()))
+    assert tool.main(["inspect", "--load", str(tmp_path), "--ckpt-step", "10"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert f"parameters: {number:,} in {len(facts['parameters'])} tensors" in out
+    assert all(entry["name"] in out for entry in facts["parameters"])
+
+
+def test_one_file_and_other_files_hold_the_same_tensors(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny(tmp_path / "run")
+    assert tool.main(["reshard", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "new"), "--files", "4"]) == 0
+    assert f"{tmp_path}/run/iter_0000010 = {tmp_path}/new/iter_0000010" in capsys.readouterr().out
+    assert len(list((tmp_path / "new" / "iter_0000010").glob("*.distcp"))) == 4
+    for name, words in (("weights", []), ("all", ["--optimizer"])):
+        out = tmp_path / f"{name}.safetensors"
+        assert tool.main(["to-torch", "--load", str(tmp_path / "new"), "--out", str(out), *words]) == 0
+        assert str(out) in capsys.readouterr().out
+    weights, everything = (load_file(tmp_path / f"{name}.safetensors") for name in ("weights", "all"))
+    folders.assert_equal(weights, {name: parameter.detach() for name, parameter, _ in named_specs(model)})
+    state = {f"optimizer.exp_avg.{name}": tensor for name, tensor in weights.items()}  # as `save_tiny` makes it
+    folders.assert_equal(everything, weights | state)
+
+
 def test_the_command_fails_with_one_line_and_status_1(tmp_path: Path) -> None:
     arguments = ["hf-to-megalite", "--hf", str(tmp_path / "nowhere"), "--save", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
@@ -64,9 +105,10 @@ def test_the_command_fails_with_one_line_and_status_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["hf-to-meglite"], "unknown command hf-to-meglite; valid: hf-to-megalite, megalite-to-hf"),
+        (["hf-to-meglite"], "unknown command hf-to-meglite; valid: hf-to-megalite, megalite-to-hf, reshard, inspect"),
         (["hf-to-megalite", "--hf", "a"], "--save"),
         (["megalite-to-hf", "--load", "a", "--hg", "b"], "--hf"),
+        (["reshard", "--load", "a", "--save", "b", "--files", "0"], "--files 0 must be at least 1"),
     ],
 )
 def test_bad_flags_are_named(tool: ModuleType, arguments: list[str], message: str) -> None:
@@ -79,9 +121,23 @@ def test_a_folder_without_checkpoints_is_named(tool: ModuleType, tmp_path: Path)
         tool.main(["megalite-to-hf", "--load", str(tmp_path / "none"), "--hf", str(tmp_path / "hf")])
 
 
-def test_each_command_shows_its_flags(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in tool.COMMANDS:
-        with pytest.raises(SystemExit) as ended:
-            tool.main([command, "--help"])
-        assert ended.value.code == 0
-        assert "--no-compare" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    {
+        "hf-to-megalite": "--hf --save --no-compare",
+        "megalite-to-hf": "--load --ckpt-step --hf --no-compare",
+        "reshard": "--load --ckpt-step --save --files",
+        "inspect": "--load --ckpt-step --json",
+        "to-torch": "--load --ckpt-step --out --optimizer",
+    }.items(),
+)
+def test_each_command_shows_its_flags(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], command: str, flags: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        tool.main([command, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert all(f"  {flag}" in out for flag in flags.split())
+    assert tool.main([]) == 0
+    assert f"  {command} " in capsys.readouterr().out

@@ -13,10 +13,13 @@ from typing import Any
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.fields import Fields
-from megalite.checkpoint.huggingface.parts import Part, Rule
+from megalite.checkpoint.huggingface.parts import Part, Rule, same
 from megalite.config.schema import ModelConfig
 from megalite.distributed.param_spec import Shape
 
+CLASSIFIER = "ForSequenceClassification"  # how the names of such classes end
+HEAD = "classifier.weight"
+_EVERYWHERE: dict[str, Rule] = {HEAD: same("score.weight")}  # a classifier's head has one name in all architectures
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
@@ -40,9 +43,15 @@ class Architecture:
         match = _LAYER.match(name)
         number = "" if match is None else match[1]
         template = name if match is None else f"decoder.layers.{{n}}.{name[match.end() :]}"
-        if template not in self.names:
+        rule = _EVERYWHERE.get(name) or self.names.get(template)
+        if rule is None:
             raise CheckpointError(f"{self.model_type} has no counterpart of the parameter {name}")
-        return tuple(replace(one, name=one.name.replace("{n}", number)) for one in self.names[template](shape))
+        return tuple(replace(one, name=one.name.replace("{n}", number)) for one in rule(shape))
+
+    @property
+    def classifier_name(self) -> str:
+        """The class in `config.json` of a classifier with this network."""
+        return self.class_name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + CLASSIFIER
 
     def is_buffer(self, name: str) -> bool:
         """Whether a stored tensor is no parameter."""

@@ -1,4 +1,5 @@
-"""A converted model against `transformers`: the same tokens, the largest difference of their logits.
+"""A converted model against `transformers`: the same tokens, the largest difference of their logits, or of a
+classifier's scores.
 
 Key idea: both sides are read back from the disk in fp32, one after the other, so that the comparison covers every byte
 that was written and never needs two models in memory.
@@ -18,16 +19,18 @@ from torch import Tensor, nn
 
 from megalite.checkpoint.checkpoint import load_checkpoint, read_config
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.huggingface.convert import BuildModel
 from megalite.checkpoint.huggingface.weights import EMBEDDING
 from megalite.checkpoint.metadata import describe
+from megalite.checkpoint.storage import CONFIG_FILE, read_json
 from megalite.config.schema import PrecisionConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.pieces import whole
 from megalite.nn.module import named_specs
 
 Logits = Callable[[nn.Module, Tensor], Tensor]
-"""Logits [b, s, vocabulary] of a model for tokens [b, s]."""
+"""Logits [b, s, vocabulary] of a model for tokens [b, s], or a classifier's scores [b, s, classes]."""
 
 BATCH, LENGTH = 2, 64
 LIMIT = 1e-2  # of the largest logit: rounding stays far below, a wrong conversion is far above
@@ -48,12 +51,28 @@ def compare_with_transformers(
     vocab_size = stored[f"model.{EMBEDDING}"].shape[0]
     length = min(LENGTH, config.model.max_position_embeddings or LENGTH)
     tokens = torch.randint(vocab_size, (BATCH, length), generator=torch.Generator().manual_seed(0))
-    ours, theirs = _ours(checkpoint, vocab_size, build, logits, tokens), _theirs(folder, tokens)
+    if f"model.{HEAD}" in stored:
+        padding = read_json(folder / CONFIG_FILE).get("pad_token_id")
+        tokens, last = _end_early(tokens, padding, vocab_size)
+        ours = _ours(checkpoint, vocab_size, build, logits, tokens)[torch.arange(len(tokens)), last]
+        theirs = _theirs(folder, tokens, "AutoModelForSequenceClassification")
+    else:
+        ours = _ours(checkpoint, vocab_size, build, logits, tokens)
+        theirs = _theirs(folder, tokens, "AutoModelForCausalLM")
     difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
     text = f"{difference:.3g} (largest logit {largest:.3g}) over {tokens.numel()} tokens in fp32"
     if not difference <= LIMIT * largest:  # nan too
         raise CheckpointError(f"the logits differ from those of transformers by {text}: don't use this conversion")
     return f"logits against transformers: largest difference {text}"
+
+
+def _end_early(tokens: Tensor, padding: int | None, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Texts of different lengths, and the last token of each; without an id for padding a single text."""
+    if padding is None:
+        return tokens[:1], torch.tensor([tokens.shape[1] - 1])
+    tokens = torch.where(tokens == padding, (padding + 1) % vocab_size, tokens)
+    last = tokens.shape[1] - 1 - torch.arange(len(tokens)) * (tokens.shape[1] // 3)
+    return torch.where(torch.arange(tokens.shape[1]) > last[:, None], padding, tokens), last
 
 
 @torch.no_grad()
@@ -69,12 +88,13 @@ def _ours(
 
 
 @torch.no_grad()
-def _theirs(folder: Path, tokens: Tensor) -> Tensor:
+def _theirs(folder: Path, tokens: Tensor, kind: str) -> Tensor:
     import transformers  # here, since only this function needs it
 
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    loader = getattr(transformers, kind)
+    model = loader.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     result: Tensor = model.eval()(tokens, use_cache=False).logits
     return result
 

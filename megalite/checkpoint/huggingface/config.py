@@ -14,6 +14,7 @@ from typing import Any
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import Architecture
+from megalite.checkpoint.huggingface.classes import read_classes
 from megalite.checkpoint.huggingface.fields import Fields
 from megalite.checkpoint.huggingface.registry import ARCHITECTURES
 from megalite.checkpoint.storage import CONFIG_FILE, read_json
@@ -49,11 +50,13 @@ _ROTARY = {
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """What a folder's `config.json` describes: `model` is resolved, `vocab_size` counts the embedding's rows."""
+    """What a folder's `config.json` describes: `model` is resolved, `vocab_size` counts the embedding's rows.
+    `classes`: the names of a classifier's classes in order; None for a language model."""
 
     architecture: Architecture
     model: ModelConfig
     vocab_size: int
+    classes: tuple[str, ...] | None
 
 
 def read_huggingface_config(directory: str | Path) -> HuggingFaceModel:
@@ -71,7 +74,7 @@ def parse_config(values: Mapping[str, Any], where: str) -> HuggingFaceModel:
     vocab_size = fields.take("vocab_size", int)
     model = ModelConfig(**architecture.read(fields))
     fields.finish()
-    return HuggingFaceModel(architecture, model, vocab_size)
+    return HuggingFaceModel(architecture, model, vocab_size, read_classes(values, where))
 
 
 def essence(model: ModelConfig) -> dict[str, Any]:

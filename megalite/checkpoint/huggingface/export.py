@@ -18,21 +18,21 @@ from torch import Tensor
 
 from megalite.checkpoint.checkpoint import read_config
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.huggingface.architecture import Architecture
+from megalite.checkpoint.huggingface.architecture import HEAD, Architecture
+from megalite.checkpoint.huggingface.classes import classifier_json, padding_id
 from megalite.checkpoint.huggingface.config import describe_network
 from megalite.checkpoint.huggingface.files import INDEX_FILE, SINGLE_FILE, new_folder
 from megalite.checkpoint.huggingface.parts import Part
 from megalite.checkpoint.huggingface.travel import copy_small_files, copy_tokenizer, origin
 from megalite.checkpoint.huggingface.weights import EMBEDDING
 from megalite.checkpoint.metadata import Index, TensorInfo, check_files, read_index
-from megalite.checkpoint.planner import plan_reads
-from megalite.checkpoint.shards import read_shards
 from megalite.checkpoint.storage import CONFIG_FILE, CheckpointDirectory, read_json
+from megalite.checkpoint.streaming import read_logical
 from megalite.config.errors import UserError
 from megalite.config.schema import RunConfig
+from megalite.config.schema_finetune import unnamed_classes
+from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import build_tokenizer
-from megalite.distributed.param_spec import Box, ParamSpec
-from megalite.distributed.pieces import whole
 
 SHARD_BYTES = 4 * 10**9
 _PREFIX = "model."
@@ -52,7 +52,8 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
 
     Weights keep the checkpoint's number format, bit for bit; vocabulary padding isn't in it. `shard_bytes`: largest
     file, where no tensor is larger. `config.json`, tokenizer and templates come from the folder that the model
-    descends from, where that is known. Raises a `CheckpointError`, and nothing of the attempt stays.
+    descends from, where that is known. A classifier becomes one of transformers' `ForSequenceClassification`. Raises a
+    `CheckpointError`, and nothing of the attempt stays.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"--hf {target} exists and is no empty folder: choose a new one")
@@ -63,33 +64,48 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
         raise CheckpointError(f"{source.path} holds no {_PREFIX}{EMBEDDING}: it is no checkpoint of a GPT")
     config = read_config(source)
     known = origin(source.path.parent, config.tokenizer)
-    architecture, values = _config_json(config, tensors[EMBEDDING], known)
+    architecture, values = _config_json(config, tensors, known)
     plan = list(_plan(architecture, tensors))
     with new_folder(target) as temporary:
         _write_tensors(source.path, index, _files(plan, shard_bytes), temporary)
         notes = _write_small_files(config, values, known, temporary)
+    if HEAD in tensors and values["pad_token_id"] is None:
+        notes.append(
+            "pad_token_id is null, since no id is known that ends no text: give transformers one text at a time"
+        )
     return notes
 
 
-def _config_json(config: RunConfig, table: TensorInfo, known: Path | None) -> tuple[Architecture, dict[str, Any]]:
+def _config_json(
+    config: RunConfig, tensors: dict[str, TensorInfo], known: Path | None
+) -> tuple[Architecture, dict[str, Any]]:
+    table, tokenizer = tensors[EMBEDDING], _tokenizer(config)
     source = None if known is None else read_json(known / CONFIG_FILE)
     architecture, values = describe_network(config.model, table.shape[0], source)
     if source is None:
-        values |= _token_ids(config)
+        values |= _token_ids(tokenizer)
     else:
         values |= {name: value for name, value in source.items() if name.endswith("_token_id")}
+    if HEAD in tensors:
+        names = config.finetune.class_names or unnamed_classes(tensors[HEAD].shape[0])
+        padding = padding_id(tokenizer, values.get("pad_token_id"), table.shape[0])
+        values = classifier_json(values, architecture, names, padding)
     name = "torch_dtype" if "torch_dtype" in values else "dtype"
     return architecture, values | {name: str(table.dtype).removeprefix("torch.")}
 
 
-def _token_ids(config: RunConfig) -> dict[str, int | None]:
-    """Of the run's tokenizer. None is written too: without it an architecture's own default would hold."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+def _tokenizer(config: RunConfig) -> Tokenizer | None:
+    """The run's; None where its files are elsewhere by now, which the notes say."""
     try:
-        tokenizer = build_tokenizer(config.tokenizer)
-    except UserError:  # its files are elsewhere by now, which the notes say
-        return dict.fromkeys(names)
-    return dict(zip(names, (tokenizer.bos, tokenizer.eod, tokenizer.pad), strict=True))
+        return build_tokenizer(config.tokenizer)
+    except UserError:
+        return None
+
+
+def _token_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
+    """None is written too: without it an architecture's own default would hold."""
+    ids = (None, None, None) if tokenizer is None else (tokenizer.bos, tokenizer.eod, tokenizer.pad)
+    return dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), ids, strict=True))
 
 
 def _plan(architecture: Architecture, tensors: dict[str, TensorInfo]) -> Iterator[_Planned]:
@@ -121,7 +137,7 @@ def _write_tensors(checkpoint: Path, index: Index, files: dict[str, list[_Planne
         content: dict[str, Tensor] = {}
         for one in group:
             if one.parent != parent:
-                parent, logical = one.parent, _read_logical(checkpoint, index, f"{_PREFIX}{one.parent}")
+                parent, logical = one.parent, read_logical(checkpoint, index, f"{_PREFIX}{one.parent}")
             content[one.part.name] = one.part.extract(logical)
         save_file(content, target / file, metadata={"format": "pt"})
     if len(files) > 1:
@@ -129,19 +145,6 @@ def _write_tensors(checkpoint: Path, index: Index, files: dict[str, list[_Planne
         places = {one.part.name: file for file, group in files.items() for one in group}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}, indent=2)
         (target / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
-
-
-def _read_logical(checkpoint: Path, index: Index, key: str) -> Tensor:
-    """A whole stored tensor, in its own number format."""
-    info = index.tensors()[key]
-    zeros = (0,) * len(info.shape)
-    box = Box(zeros, zeros, info.shape, copies=(0,), owner=0)
-    tensor = torch.empty(info.shape, dtype=info.dtype)
-    plan = plan_reads([whole(key, tensor, ParamSpec(info.shape, info.shape, (box,)))], index)
-    if plan.gaps:
-        raise CheckpointError(f"{checkpoint} holds only parts of {key}")
-    read_shards(checkpoint, plan.reads)
-    return tensor
 
 
 def _write_small_files(config: RunConfig, values: dict[str, Any], known: Path | None, target: Path) -> list[str]:

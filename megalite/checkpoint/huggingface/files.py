@@ -27,6 +27,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FORMATS = {dtype: name for name, dtype in _DTYPES.items()}
+"""The name of each number format in a file's header."""
 
 
 class Stored(NamedTuple):

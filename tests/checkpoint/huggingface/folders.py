@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megalite.config.schema import RunConfig
-from megalite.distributed.mesh import Mesh
-from megalite.models.gpt import GPTStage, plain_info
-from megalite.models.stages import whole_model
-from megalite.nn.attention_backend import choose_backend
-from megalite.nn.module import Build
-from megalite.precision.policy import Precision
 from tests.models import hf_models
 
 LLAMA3 = {
@@ -81,6 +75,20 @@ def save(case: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard_s
     return folder
 
 
+def save_classifier(case: str, folder: Path, names: Sequence[str], **fields: Any) -> Path:
+    """A random classifier of transformers with a case's network; `fields` of `config.json` besides."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = model_of(case).config
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    for name, value in (labels | fields).items():
+        setattr(config, name, value)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    hf_models.randomize(model)
+    model.save_pretrained(folder)
+    return folder
+
+
 def tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a folder."""
     result: dict[str, Tensor] = {}
@@ -109,15 +117,3 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype, name
         assert torch.equal(ours[name], tensor), name
-
-
-def build(config: RunConfig, vocab_size: int, mesh: Mesh) -> GPTStage:
-    assert config.model.num_layers is not None
-    parts = Build(config.model, mesh, Precision.from_config(config.precision))
-    backend = choose_backend(config, "cpu")
-    return GPTStage(parts, vocab_size, whole_model(config.model.num_layers), backend).eval()
-
-
-def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    assert isinstance(model, GPTStage)
-    return model.logits(model(tokens, plain_info(tokens))).transpose(0, 1)

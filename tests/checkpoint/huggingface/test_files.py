@@ -11,8 +11,8 @@ import torch
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
+from megalite.models.whole import build_whole
 from tests.checkpoint.huggingface import folders
-from tests.checkpoint.huggingface.folders import build
 
 CASE = "llama, grouped, tied"
 
@@ -20,7 +20,7 @@ CASE = "llama, grouped, tied"
 def refused(source: Path, tmp_path: Path) -> str:
     """The message of a conversion that fails and leaves nothing."""
     with pytest.raises(CheckpointError) as raised:
-        huggingface_to_megalite(source, tmp_path / "run", build)
+        huggingface_to_megalite(source, tmp_path / "run", build_whole)
     assert not (tmp_path / "run").exists()
     return str(raised.value)
 

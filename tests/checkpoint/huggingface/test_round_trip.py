@@ -19,8 +19,9 @@ from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
 from megalite.checkpoint.huggingface.export import megalite_to_huggingface
 from megalite.checkpoint.metadata import describe
 from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint
+from megalite.models.whole import build_whole, outputs
 from tests.checkpoint.huggingface import folders
-from tests.checkpoint.huggingface.folders import CASES, build, logits
+from tests.checkpoint.huggingface.folders import CASES
 from tests.inference.checkpoints import save_tiny
 
 
@@ -31,7 +32,7 @@ def found(root: Path) -> CheckpointDirectory:
 
 
 def there_and_back(source: Path, tmp_path: Path, **options: int) -> Path:
-    huggingface_to_megalite(source, tmp_path / "run", build)
+    huggingface_to_megalite(source, tmp_path / "run", build_whole)
     megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "back", **options)
     return tmp_path / "back"
 
@@ -43,7 +44,7 @@ def test_bits_and_configuration_survive_and_logits_agree(case: str, tmp_path: Pa
     folders.assert_equal(folders.tensors(back), folders.tensors(source))
     ours, theirs = (transformers.AutoConfig.from_pretrained(folder).to_dict() for folder in (back, source))
     assert {**ours, "_name_or_path": ""} == {**theirs, "_name_or_path": ""}
-    line = compare.compare_with_transformers(found(tmp_path / "run"), back, build, logits)
+    line = compare.compare_with_transformers(found(tmp_path / "run"), back, build_whole, outputs)
     difference = re.search(r"largest difference ([0-9.e-]+) \(largest logit ([0-9.]+)\)", line)
     assert difference is not None, line
     assert float(difference[1]) < 2e-5
@@ -53,7 +54,7 @@ def test_bits_and_configuration_survive_and_logits_agree(case: str, tmp_path: Pa
 @pytest.mark.parametrize("case", CASES)
 def test_a_configuration_of_our_own_describes_the_same_network(case: str, tmp_path: Path) -> None:
     source = folders.save(case, tmp_path / "hf")
-    huggingface_to_megalite(source, tmp_path / "run", build)
+    huggingface_to_megalite(source, tmp_path / "run", build_whole)
     shutil.rmtree(tmp_path / "run" / "huggingface")
     megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "back")
     folders.assert_equal(folders.tensors(tmp_path / "back"), folders.tensors(source))
@@ -136,14 +137,14 @@ def test_tokenizer_flags_name_the_files_that_were_kept(tmp_path: Path) -> None:
     source = folders.save("gpt2", tmp_path / "hf")
     (source / "vocab.json").write_text("{}", encoding="utf-8")
     (source / "merges.txt").write_text("", encoding="utf-8")
-    huggingface_to_megalite(source, tmp_path / "run", build)
+    huggingface_to_megalite(source, tmp_path / "run", build_whole)
     tokenizer = read_config(found(tmp_path / "run")).tokenizer
     assert tokenizer.tokenizer_type == "GPT2BPETokenizer"
     assert tokenizer.vocab_file == str(tmp_path / "run" / "huggingface" / "vocab.json")
 
 
 def test_a_folder_without_tokenizer_gets_plain_ids(tmp_path: Path) -> None:
-    huggingface_to_megalite(folders.save("gpt2", tmp_path / "hf"), tmp_path / "run", build)
+    huggingface_to_megalite(folders.save("gpt2", tmp_path / "hf"), tmp_path / "run", build_whole)
     tokenizer = read_config(found(tmp_path / "run")).tokenizer
     assert (tokenizer.tokenizer_type, tokenizer.vocab_size) == ("NullTokenizer", 130)
 
@@ -156,26 +157,26 @@ def test_a_model_trained_here_becomes_a_folder_that_transformers_reads(tmp_path:
     assert theirs.config.eos_token_id == 130
     tokens = torch.arange(0, 120, 3)[None]
     with torch.no_grad():
-        assert (theirs(tokens).logits - logits(model.eval(), tokens)).abs().max() < 2e-4
+        assert (theirs(tokens).logits - outputs(model.eval(), tokens)).abs().max() < 2e-4
 
 
 def test_a_wrong_conversion_is_told(tmp_path: Path) -> None:
     source = folders.save("qwen2", tmp_path / "hf")
-    huggingface_to_megalite(source, tmp_path / "run", build)
+    huggingface_to_megalite(source, tmp_path / "run", build_whole)
     name = "model.layers.1.self_attn.k_proj.weight"
     folders.change_tensors(source, {name: folders.tensors(source)[name].flip(0)})
     with pytest.raises(CheckpointError, match="the logits differ from those of transformers"):
-        compare.compare_with_transformers(found(tmp_path / "run"), source, build, logits)
+        compare.compare_with_transformers(found(tmp_path / "run"), source, build_whole, outputs)
 
 
 def test_without_transformers_the_comparison_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
-    line = compare.compare_with_transformers(tmp_path, tmp_path, build, logits)
+    line = compare.compare_with_transformers(tmp_path, tmp_path, build_whole, outputs)
     assert line == "logits not compared: transformers is not installed"
 
 
 def test_the_checkpoint_holds_logical_shapes_in_the_layout_free_order(tmp_path: Path) -> None:
-    huggingface_to_megalite(folders.save("glm", tmp_path / "hf"), tmp_path / "run", build)
+    huggingface_to_megalite(folders.save("glm", tmp_path / "hf"), tmp_path / "run", build_whole)
     stored = describe(found(tmp_path / "run"))
     assert stored["model.decoder.layers.1.self_attention.linear_qkv.weight"].shape == (2, 4, 8, 32)
     assert stored["model.decoder.layers.1.mlp.linear_fc1.weight"].shape == (2, 48, 32)
@@ -184,11 +185,11 @@ def test_the_checkpoint_holds_logical_shapes_in_the_layout_free_order(tmp_path: 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     source = folders.save("gpt2", tmp_path / "source")
-    huggingface_to_megalite(source, tmp_path / "run", build)
+    huggingface_to_megalite(source, tmp_path / "run", build_whole)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine").touch()
     with pytest.raises(CheckpointError, match="already holds checkpoints: choose a new folder"):
-        huggingface_to_megalite(source, tmp_path / "run", build)
+        huggingface_to_megalite(source, tmp_path / "run", build_whole)
     with pytest.raises(CheckpointError, match="no empty folder: choose a new one"):
         megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "hf")
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine"]
@@ -196,7 +197,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = folders.save("gpt2", tmp_path / "source")
-    huggingface_to_megalite(source, tmp_path / "run", build)
+    huggingface_to_megalite(source, tmp_path / "run", build_whole)
     name = "megalite.checkpoint.huggingface"
 
     def full(*_: object, **__: object) -> None:
@@ -207,5 +208,5 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "hf")
     monkeypatch.setattr(f"{name}.convert.write_shards", full)
     with pytest.raises(OSError, match="No space left"):
-        huggingface_to_megalite(source, tmp_path / "second", build)
+        huggingface_to_megalite(source, tmp_path / "second", build_whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "source"]

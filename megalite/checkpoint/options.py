@@ -1,0 +1,78 @@
+"""The commands of `tools/convert_checkpoint.py` and their flags.
+
+Imports no torch, so that `--help` is instant and a bad flag refused at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.config.errors import FlagError
+from megalite.config.flags import FlagParser, parse_namespace
+
+COMMANDS = {
+    "hf-to-megalite": "Read the Hugging Face folder --hf, write a checkpoint of iteration 0 into --save.",
+    "megalite-to-hf": "Read a checkpoint of any layout, write the Hugging Face folder --hf. A checkpoint of --task "
+    "classification becomes a classifier (ForSequenceClassification).",
+    "reshard": "Write a checkpoint anew into another number of files. Every bit and the optimizer state stay; each "
+    "tensor comes in one piece. Loading at another layout does not need this: every checkpoint loads at every layout "
+    "as it is.",
+    "inspect": "Say what a checkpoint holds. Iteration, network, layout, number format, every parameter, sizes; no "
+    "tensor is read, so it takes no time.",
+    "to-torch": "Write a checkpoint's parameters into one file. Whole tensors in the checkpoint's number format by "
+    "their global names (decoder.layers.0.mlp.linear_fc1.weight), without vocabulary padding. Fused weights stay "
+    "fused: queries, keys and values are [groups, queries per group + key + value, head, hidden], gate and up [2, "
+    "inner, hidden]. For transformers' names and shapes use megalite-to-hf.",
+}
+
+
+def usage() -> str:
+    """The commands, one a line."""
+    width = max(map(len, COMMANDS))
+    lines = (f"  {name:{width}}  {text.partition('. ')[0].rstrip('.')}." for name, text in COMMANDS.items())
+    head = "usage: convert_checkpoint.py COMMAND FLAGS, where COMMAND --help shows its flags and COMMAND is\n\n"
+    return head + "\n".join(lines)
+
+
+def parser(command: str) -> FlagParser:
+    """The flags of one command."""
+    flags = FlagParser(f"convert_checkpoint.py {command}", COMMANDS[command])
+    if command != "hf-to-megalite":
+        flags.add_argument("--load", required=True, type=Path, metavar="DIR", help="folder of a run's checkpoints")
+        flags.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
+    if command in ("hf-to-megalite", "megalite-to-hf"):
+        flags.add_argument("--hf", required=True, type=Path, metavar="DIR", help="Hugging Face folder")
+        compare = "don't compare logits with transformers at the end (default: off)"
+        flags.add_argument("--no-compare", action="store_true", help=compare)
+    if command in ("hf-to-megalite", "reshard"):
+        flags.add_argument("--save", required=True, type=Path, metavar="DIR", help="new folder for the checkpoint")
+    if command == "reshard":
+        files = "data files to write; no more than there are tensors (default: 1)"
+        flags.add_argument("--files", type=int, default=1, metavar="N", help=files)
+    elif command == "inspect":
+        flags.add_argument("--json", action="store_true", help="print one JSON object instead (default: off)")
+    elif command == "to-torch":
+        out = (
+            "file to write, replaced if it exists: NAME.safetensors, written tensor by tensor, or NAME.pt, a "
+            "dictionary for torch.load, with all tensors in memory at once"
+        )
+        flags.add_argument("--out", required=True, type=Path, metavar="FILE", help=out)
+        state = (
+            "the optimizer's state too, as optimizer.KIND.NAME; of half-precision runs also the fp32 main parameters, "
+            "KIND main (default: off)"
+        )
+        flags.add_argument("--optimizer", action="store_true", help=state)
+    return flags
+
+
+def read_options(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
+    """The command and its flags. Raises a FlagError for what is unknown or out of range."""
+    command, *words = arguments
+    if command not in COMMANDS:
+        raise FlagError(f"unknown command {command}; valid: {', '.join(COMMANDS)}")
+    given, _ = parse_namespace(parser(command), words)
+    if command == "reshard" and given.files < 1:
+        raise FlagError(f"--files {given.files} must be at least 1")
+    return command, given
