@@ -49,6 +49,11 @@ _NEEDS = {
 }
 
 
+def contradiction(flag: str, folder: str, value: object) -> str:
+    """Why a flag, shown with its value, can't stand beside the folder of `--load-adapter`, which has `value`."""
+    return f"{flag}: --load-adapter {folder} has {value}; leave the flag out"
+
+
 def target_names(peft: PeftConfig) -> list[str]:
     """`--lora-target-modules` as single names; commas separate as blanks do."""
     words = DEFAULT_TARGETS if peft.lora_target_modules is None else peft.lora_target_modules
@@ -79,16 +84,32 @@ def peft_problems(config: RunConfig) -> Iterator[str]:
     for name, (reason, kinds) in _NEEDS.items():
         field = fields[f"peft.{name}"]
         value = get(config, field.path)
-        if value != field.default and peft.peft not in kinds and peft.load_adapter is None:
+        unsettled = peft.load_adapter is not None and peft.peft == "none"  # the folder says the kind
+        if value != field.default and peft.peft not in kinds and not unsettled:
             yield f"{field.show(value)} needs {reason}"
     if peft.prefix_hidden_size is not None and not peft.prefix_projection:
         yield f"--prefix-hidden-size {peft.prefix_hidden_size} needs --prefix-projection"
     if peft.prefix_projection and peft.load_adapter is not None:
         yield "--prefix-projection: an adapter folder holds what the projection gave, not the projection: leave it out"
+    if peft.load_adapter is not None:
+        for name, has in (("lora_target_modules", "targets"), ("prompt_init_text", "vectors")):
+            field = fields[f"peft.{name}"]
+            if get(config, field.path) is not None:
+                yield contradiction(field.show(get(config, field.path)), peft.load_adapter, f"{has} of its own")
     if peft.peft == "lora":
         yield from _target_problems(config)
     if peft.peft in ("prefix", "prompt"):
         yield from _virtual_token_problems(config)
+
+
+def idle_beside_adapters(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
+    """As `check.without_effect` needs it: what a frozen model makes meaningless."""
+    if config.peft.peft != "none" and config.finetune.task != "classification":
+        names = ["decoupled_lr", "decoupled_min_lr"]
+        yield (
+            f"with --peft {config.peft.peft}, where embedding and output are frozen",
+            [f"learning_rate.{name}" for name in names],
+        )
 
 
 def _target_problems(config: RunConfig) -> Iterator[str]:

@@ -33,6 +33,7 @@ from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import require_eod
 
 ROLES = ("system", "user", "assistant", "tool")
+NO_SAMPLES = "it has no samples"
 LONG_ANSWERS = ("error", "truncate", "drop")
 
 
@@ -130,13 +131,23 @@ def check_sft(options: SftOptions, tokenizer: Tokenizer, tokenizer_model: str | 
     problems = []
     reader = SftReader(options, tokenizer, tokenizer_model)
     for flag, paths in (("--sft-data", options.data), ("--sft-valid-data", options.valid_data)):
+        found = False
         for path in paths:
             try:
                 require_eod(tokenizer, flag)
                 for line in itertools.islice(read_lines(path, flag), 1):
+                    found = True
                     reader.encode(line)
             except UserError as error:
+                found = True
                 problems.append(str(error))
+        if paths and not found:
+            problems.append(f"{flag} {' '.join(paths)}: {NO_SAMPLES}")
+    if options.chat_template is not None:
+        try:
+            reader.chat  # noqa: B018 (loads it, whether or not the first lines need it)
+        except UserError as error:
+            problems.append(str(error))
     if not 0 <= options.valid_share < 1:
         problems.append(f"--sft-valid-share {options.valid_share} must lie between 0 and 1")
     if options.valid_share and options.valid_data:
@@ -173,7 +184,7 @@ class SftReader:
             for line in read_lines(path, flag):
                 report = self._add(line, builder, report)
         if not report.samples:
-            why = f"none of its {report.dropped} samples fits --seq-length" if report.dropped else "it has no samples"
+            why = f"none of its {report.dropped} samples fits --seq-length" if report.dropped else NO_SAMPLES
             raise UserError(f"{flag} {' '.join(paths)}: {why}")
         return builder.build(), report
 
@@ -215,6 +226,8 @@ class SftReader:
     def encode(self, line: Line) -> list[EncodedPiece]:
         """The ids of a line, context and answers apart, ending with an answer. Raises UserError with file and line."""
         try:
+            if {"messages", "prompt", "completion"} <= line.value.keys():
+                raise line.error("it has messages and also prompt and completion: leave one of the two forms out")
             if "messages" in line.value:
                 pieces = self.encoder.encode(self._conversation(line))
             else:

@@ -54,14 +54,16 @@ class AdapterPlan:
         _fill(pieces, values)
 
 
-def plan_adapter(peft: PeftConfig, model: ModelConfig, vocab_size: int, group: Group) -> AdapterPlan:
-    """Of a settled `peft`. All members of `group` raise the same `CheckpointError` where the folder of
+def plan_adapter(
+    peft: PeftConfig, model: ModelConfig, vocab_size: int, group: Group, classes: int | None = None
+) -> AdapterPlan:
+    """Of a settled `peft`. `classes`: of a model that classifies. All members of `group` raise the same `CheckpointError` where the folder of
     `--load-adapter` is missing, damaged or of another model."""
     if peft.load_adapter is None:
         return AdapterPlan(peft, scales_of(peft, model) if peft.peft == "lora" else {}, {})
     directory = peft.load_adapter
     found: list[tuple[dict[str, Tensor], dict[str, Scale]]] = []
-    agree(attempt(lambda: found.append(from_peft(read_adapter(directory), model, vocab_size))), group)
+    agree(attempt(lambda: found.append(from_peft(read_adapter(directory), model, vocab_size, classes))), group)
     values, scales = found[0]
     return AdapterPlan(peft, scales, values)
 

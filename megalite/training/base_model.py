@@ -1,4 +1,5 @@
-"""The model that `--load-hf` names: what its folder says of the run, and its weights at any layout.
+"""The model that `--load-hf` names, and the adapter of `--load-adapter`: what their folders say of the run, and the
+model's weights at any layout.
 
 Key idea: the folder describes network and tokenizer, so the command line needn't; what it says beside the folder must
 agree with it.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 from megalite.checkpoint.huggingface.config import read_huggingface_config
 from megalite.checkpoint.huggingface.load import load_huggingface
@@ -18,6 +20,7 @@ from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import ModelConfig, TokenizerConfig
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece
+from megalite.peft.files import told_by
 
 
 def read_base_model(folder: str) -> tuple[ModelConfig, TokenizerConfig]:
@@ -28,6 +31,15 @@ def read_base_model(folder: str) -> tuple[ModelConfig, TokenizerConfig]:
         raise FlagError(f"--load-hf {folder}: {error}") from None
     found.model.model_vocab_size = found.vocab_size
     return found.model, tokenizer_of(Path(folder), found.vocab_size)
+
+
+def read_adapter_flags(folder: str) -> dict[str, Any]:
+    """The fields of `PeftConfig` that an adapter's folder decides. A FlagError where it can't be read or isn't
+    supported."""
+    try:
+        return told_by(folder)
+    except UserError as error:
+        raise FlagError(f"--load-adapter: {error}") from None
 
 
 def load_base_model(

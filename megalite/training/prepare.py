@@ -24,7 +24,7 @@ from megalite.optimizer.schedule import BatchSchedule
 from megalite.peft import check as peft_check
 from megalite.peft.files import settle
 from megalite.training import resume
-from megalite.training.base_model import read_base_model
+from megalite.training.base_model import read_adapter_flags, read_base_model
 from megalite.training.metrics import check_sinks
 from megalite.training.plan import Plan
 from megalite.training.task import check_task
@@ -66,6 +66,7 @@ def prepare(
         sections=sections,
         checkpoint_config_loader=_checkpoint_config,
         base_model_loader=read_base_model,
+        adapter_loader=read_adapter_flags,
     )
     return prepare_config(config, environment, notes)
 

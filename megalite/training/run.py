@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.checkpoint import save_checkpoint
-from megalite.checkpoint.storage import CheckpointDirectory, Retention, find_checkpoint
+from megalite.checkpoint.storage import CheckpointDirectory, Retention
 from megalite.config.errors import UserError
 from megalite.data.document_mask import SampleSource
 from megalite.data.gpt_dataset import Datasets
@@ -150,7 +150,8 @@ class Run:
         config = self.config
         if config.peft.peft == "none":
             return None
-        plan = plan_adapter(config.peft, config.model, self.prepared.vocab_size, self.mesh.world)
+        classes = None if self.classes is None else len(self.classes)
+        plan = plan_adapter(config.peft, config.model, self.prepared.vocab_size, self.mesh.world, classes)
         plan.apply(self.stages, mesh=self.mesh, precision=self.precision, seed=config.training.seed)
         return plan
 
@@ -193,7 +194,7 @@ class Run:
         """The frozen weights, of `--load-hf` or a checkpoint, and what the adapter starts from."""
         config = self.config
         if base is None and config.checkpoint.pretrained_checkpoint is not None:
-            base = find_checkpoint(Path(config.checkpoint.pretrained_checkpoint), None)
+            base, _ = resume.locate_together(config.checkpoint, self.mesh, resume.locate_base)
         self._load_base()
         if base is not None:
             resume.load_frozen(base, mesh=self.mesh, stages=self.stages, optimizer=self.optimizer)
