@@ -48,6 +48,13 @@ _NEEDS = {
     "save_adapter": ("--peft lora, prefix or prompt", ("lora", "prefix", "prompt")),
 }
 
+# What the folder of `--load-adapter` has instead of what these flags mean.
+_DECIDED = {
+    "lora_target_modules": "targets of its own",
+    "prefix_projection": "what the projection gave, not the projection",
+    "prompt_init_text": "vectors of its own",
+}
+
 
 def contradiction(flag: str, folder: str, value: object) -> str:
     """Why a flag, shown with its value, can't stand beside the folder of `--load-adapter`, which has `value`."""
@@ -85,17 +92,14 @@ def peft_problems(config: RunConfig) -> Iterator[str]:
         field = fields[f"peft.{name}"]
         value = get(config, field.path)
         unsettled = peft.load_adapter is not None and peft.peft == "none"  # the folder says the kind
-        if value != field.default and peft.peft not in kinds and not unsettled:
+        if value == field.default:
+            continue
+        if peft.peft not in kinds and not unsettled:
             yield f"{field.show(value)} needs {reason}"
+        elif peft.load_adapter is not None and name in _DECIDED:
+            yield contradiction(field.show(value), peft.load_adapter, _DECIDED[name])
     if peft.prefix_hidden_size is not None and not peft.prefix_projection:
         yield f"--prefix-hidden-size {peft.prefix_hidden_size} needs --prefix-projection"
-    if peft.prefix_projection and peft.load_adapter is not None:
-        yield "--prefix-projection: an adapter folder holds what the projection gave, not the projection: leave it out"
-    if peft.load_adapter is not None:
-        for name, has in (("lora_target_modules", "targets"), ("prompt_init_text", "vectors")):
-            field = fields[f"peft.{name}"]
-            if get(config, field.path) is not None:
-                yield contradiction(field.show(get(config, field.path)), peft.load_adapter, f"{has} of its own")
     if peft.peft == "lora":
         yield from _target_problems(config)
     if peft.peft in ("prefix", "prompt"):

@@ -32,7 +32,7 @@ EMBEDDINGS = "prompt_embeddings"
 PREFIX = "base_model.model."
 SCORE = f"{PREFIX}score.weight"
 
-# Settings of PEFT that are honoured, or that say nothing of what a saved adapter computes. Whatever else is set (a DoRA,
+# Settings of PEFT that are honoured, or that say nothing of what a saved adapter computes. Whatever else is set (DoRA,
 # an option of a later version) may change that, so it is refused.
 _HONOURED = """
     peft_type task_type r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules
@@ -77,6 +77,9 @@ class Adapter:
     def targets(self, module: str) -> bool | None:
         """Whether the configuration puts matrices beside a module, given by its full name; None: it doesn't say."""
         wanted = _matches(self.config.get("target_modules"), module)
+        layers, number = self.config.get("layers_to_transform"), re.search(r"\.(\d+)\.", module)
+        if layers is not None and number is not None:
+            wanted = wanted and int(number[1]) in (layers if isinstance(layers, list) else [layers])
         return wanted and not _matches(self.config.get("exclude_modules"), module)
 
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -125,6 +128,11 @@ def read_adapter(directory: str | Path) -> Adapter:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {reason(error)}") from error
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{path}: {name} is of {str(tensor.dtype).removeprefix('torch.')}, no number format")
+        if not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{path}: {name} holds numbers that aren't finite")
     return Adapter(where, KINDS[config["peft_type"]], config, tensors)
 
 
@@ -220,6 +228,14 @@ def told_by(directory: str | Path) -> dict[str, Any]:
         "lora_alpha": _positive(config, "lora_alpha", path),
         "use_rslora": bool(config.get("use_rslora")),
     }
+
+
+def base_note(directory: str | Path, model: str) -> str | None:
+    """One line where an adapter's folder names another model than `model` as the one that it was trained beside."""
+    name = _read_config(Path(directory)).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name or Path(name).resolve().name == Path(model).resolve().name:
+        return None
+    return f"the adapter {directory} was trained beside {name}, and is put on {model}"
 
 
 def settle(peft: PeftConfig) -> PeftConfig:

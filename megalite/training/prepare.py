@@ -22,7 +22,7 @@ from megalite.distributed.layout import Layout
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.optimizer.schedule import BatchSchedule
 from megalite.peft import check as peft_check
-from megalite.peft.files import settle
+from megalite.peft.files import base_note, settle
 from megalite.training import resume
 from megalite.training.base_model import read_adapter_flags, read_base_model
 from megalite.training.metrics import check_sinks
@@ -89,6 +89,8 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
         torch.use_deterministic_algorithms(True)
     threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)
+    if config.peft.load_adapter is not None and config.finetune.load_hf is not None:
+        notes = [*notes, *filter(None, [base_note(config.peft.load_adapter, config.finetune.load_hf)])]
     return Prepared(config, list(notes), environment, device, threads, backend, tokenizer)
 
 

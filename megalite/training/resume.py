@@ -96,7 +96,7 @@ def locate_together(
     mesh: Mesh,
     find: Callable[[CheckpointConfig], tuple[CheckpointDirectory | None, bool]] = locate,
 ) -> tuple[CheckpointDirectory | None, bool]:
-    """As `locate` (or what `find` is), decided by the first rank, so that no two ranks start from different checkpoints.
+    """As `locate`, or what `find` is, decided by the first rank, so that no two ranks start from different ones.
 
     All ranks raise the same error where one of them can't see it whole. Collective over the world.
     """
@@ -180,8 +180,10 @@ def _check_classes(directory: CheckpointDirectory, classes: list[str] | None) ->
 
 
 def check_adapter(directory: CheckpointDirectory, config: RunConfig) -> list[str]:
-    """What differs from the run that saved an adapter, one line each. A UserError where its model isn't named, since the
-    checkpoint doesn't hold it, or where it is no such adapter's."""
+    """What differs from the run that saved an adapter, one line each.
+
+    A UserError where its model isn't named, since the checkpoint doesn't hold it, or where there is no such adapter.
+    """
     saved = read_config(directory)
     theirs, ours = (_base(each) for each in (saved, config))
     if saved.peft.peft != config.peft.peft:

@@ -24,7 +24,7 @@ from megalite.data.splits import split_sizes
 from megalite.distributed.collectives import barrier
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece, whole
-from megalite.estimate.model import training_flops_per_token
+from megalite.estimate.model import AdapterWork, training_flops_per_token
 from megalite.models.gpt import GPTStage, units_of
 from megalite.models.stages import stage_spans
 from megalite.nn.module import Build, initialize_pieces, specs_of
@@ -154,6 +154,9 @@ class Run:
         plan = plan_adapter(config.peft, config.model, self.prepared.vocab_size, self.mesh.world, classes)
         plan.apply(self.stages, mesh=self.mesh, precision=self.precision, seed=config.training.seed)
         return plan
+
+    def _adapter_work(self) -> AdapterWork | None:
+        return None if self.adapter is None else self.adapter.work(self.config.model, head=self.classes is not None)
 
     def _initialize(self, pieces: Iterable[Piece]) -> None:
         """Fill what is held of the parameters, with zeros where values are loaded later."""
@@ -352,7 +355,7 @@ class Run:
             state=self.state,
             microbatches=self._training_data(),
             timers=Timers(config.logging.timing_log_level, mesh.device),
-            flops_per_token=partial(training_flops_per_token, config.model, outputs),
+            flops_per_token=partial(training_flops_per_token, config.model, outputs, adapter=self._adapter_work()),
             on_first_gradients=self._dump if config.training.dump_grads is not None else None,
         )
 
@@ -371,6 +374,7 @@ class Run:
                 datasets=self.datasets,
                 state=self.state,
                 total_iterations=self.total_iterations,
+                adapter=self._adapter_work(),
             )
         )
         return Loop(

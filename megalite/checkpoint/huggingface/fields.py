@@ -56,9 +56,7 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values, self.where = dict(values), where
 
-    def take(
-        self, name: str, kind: type, default: Any = REQUIRED, *, nullable: bool = False, minimum: int = 1
-    ) -> Any:
+    def take(self, name: str, kind: type, default: Any = REQUIRED, *, nullable: bool = False, minimum: int = 1) -> Any:
         """The value of a field, which then counts as understood; `default` where it is absent.
 
         null is returned as None where it means something (`nullable`), else it is as if absent. A `CheckpointError`
