@@ -51,6 +51,7 @@ def load_frozen(
     directory: CheckpointDirectory, *, mesh: Mesh, stages: Sequence[GPTStage], optimizer: Optimizer
 ) -> None:
     """Fill the weights that aren't trained from another model's checkpoint. Collective over the world."""
+    _refuse_adapter(directory, read_config(directory))
     stored, half = set(describe(directory)), optimizer.precision.needs_main_parameters
     pieces = (whole(f"model.{name}", p, spec) for name, p, spec in specs_of(stages) if not p.requires_grad)
     named = (piece._replace(name=source_key(piece.name, stored, half=half)) for piece in pieces)
@@ -132,9 +133,9 @@ def load(
     new_head = weights_only and config.finetune.task == "classification" and f"model.{HEAD}" not in stored
     if config.finetune.task == "classification" and not new_head:
         _check_classes(directory, config.finetune.class_names)
-    adapter_notes = check_adapter(directory, config) if config.peft.peft != "none" else []
+    notes = check_adapter(directory, config, weights_only=weights_only)
     if with_optimizer and not any(key.startswith("optimizer.") for key in stored):
-        raise UserError(
+        raise CheckpointError(
             f"{directory.path} holds no optimizer state: load its weights alone with --no-load-optim or --finetune"
         )
     half = optimizer.precision.needs_main_parameters
@@ -154,7 +155,6 @@ def load(
     if weights_only:
         return fresh, schedule, []
     state = TrainingState.from_dict(values["training"])
-    notes = adapter_notes
     if not config.checkpoint.load_rng or values.get("rng") is None:
         state.dropout_seed = config.training.seed
     elif state.dropout_seed != config.training.seed:
@@ -170,29 +170,32 @@ def load(
 
 
 def _check_classes(directory: CheckpointDirectory, classes: list[str] | None) -> None:
-    """Raise a UserError where a classifier's classes aren't those of this run."""
+    """Raise a CheckpointError where a classifier's classes aren't those of this run."""
     theirs = read_config(directory).finetune.class_names
     if theirs is not None and theirs != classes:
-        raise UserError(
+        raise CheckpointError(
             f"{directory.path} was trained with --class-names {' '.join(theirs)}, and this run has "
             f"{' '.join(classes or [])}: give the checkpoint's, in its order"
         )
 
 
-def check_adapter(directory: CheckpointDirectory, config: RunConfig) -> list[str]:
-    """What differs from the run that saved an adapter, one line each.
+def check_adapter(directory: CheckpointDirectory, config: RunConfig, *, weights_only: bool) -> list[str]:
+    """What differs from the run that saved an adapter, one line each; nothing where neither run has one.
 
-    A UserError where its model isn't named, since the checkpoint doesn't hold it, or where there is no such adapter.
+    A CheckpointError where the kinds differ, or where the adapter's model isn't named: the checkpoint doesn't hold it.
     """
     saved = read_config(directory)
+    if weights_only or config.peft.peft == "none":
+        _refuse_adapter(directory, saved)
+        return []
     theirs, ours = (_base(each) for each in (saved, config))
     if saved.peft.peft != config.peft.peft:
-        raise UserError(
+        raise CheckpointError(
             f"{directory.path} is of a run with --peft {saved.peft.peft}, and this one has --peft {config.peft.peft}; "
-            "a checkpoint to start an adapter from is given as --pretrained-checkpoint"
+            "a checkpoint of the model itself is given as --pretrained-checkpoint"
         )
     if theirs and not ours:
-        raise UserError(f"{directory.path} holds an adapter alone, trained with {theirs}: give that too")
+        raise CheckpointError(f"{directory.path} holds an adapter alone, trained with {theirs}: give that too")
     lines = [f"{ours} replaces the checkpoint's {theirs}"] if theirs and theirs != ours else []
     fields = all_fields()
     for name in ("lora_alpha", "use_rslora") if saved.peft.peft == "lora" else ():
@@ -201,6 +204,15 @@ def check_adapter(directory: CheckpointDirectory, config: RunConfig) -> list[str
             show = fields[f"peft.{name}"].show
             lines.append(f"{show(now)} replaces the checkpoint's {show(before)}")
     return lines
+
+
+def _refuse_adapter(directory: CheckpointDirectory, saved: RunConfig) -> None:
+    """Raise a CheckpointError for a checkpoint that holds no model."""
+    if saved.peft.peft != "none":
+        raise CheckpointError(
+            f"{directory.path} holds only what a run with --peft {saved.peft.peft} trained beside a model: --load it "
+            "with that run's flags, or start from what --save-adapter wrote with --load-adapter"
+        )
 
 
 def _base(config: RunConfig) -> str | None:

@@ -202,6 +202,8 @@ class Run:
         if base is not None:
             resume.load_frozen(base, mesh=self.mesh, stages=self.stages, optimizer=self.optimizer)
             self.say(f"loaded {base.path} (frozen weights)")
+        elif config.finetune.load_hf is None:
+            self.say("the frozen weights are random: neither --load-hf nor --pretrained-checkpoint is given")
         text = config.peft.prompt_init_text
         tokens = None if text is None else self.prepared.tokenizer.tokenize(text)
         plan.fill(self.stages, self.optimizer.parameter_pieces().values(), prompt_tokens=tokens)

@@ -74,7 +74,7 @@ class Fields:
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             self.refuse(name, value, f"it must be of type {kind.__name__}")
-        if kind is int and value < minimum:
+        if kind is int and isinstance(value, int) and value < minimum:
             self.refuse(name, value, f"it must be at least {minimum}")
         return value
 
