@@ -61,7 +61,7 @@ def idle_beside_sft_data(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         return
     names = ["split", "data_cache_path", "mmap_bin_files", "reset_position_ids", "reset_attention_mask"]
     yield "with --sft-data", [f"data.{name}" for name in [*names, "eod_mask_loss"]]
-    if not _validates(config):
+    if not _validates(config) and config.validation.eval_iters > 0:
         names = ["eval_interval", "full_validation"]
         yield "without --sft-valid-data or --sft-valid-share", [f"validation.{name}" for name in names]
 
