@@ -50,12 +50,14 @@ def parser() -> FlagParser:
 def put_adapter(loaded: LoadedModel, folder: str) -> None:
     """On the model, unmerged."""
     from megalite.peft.adapter import load_adapter
+    from megalite.peft.files import base_note
     from megalite.precision.policy import Precision
 
     kind = load_adapter(
         loaded.model, folder, mesh=loaded.mesh, precision=Precision.from_config(loaded.config.precision)
     )
     loaded.notes.append(f"with the {kind.peft} adapter {folder}")
+    loaded.notes.extend(filter(None, [base_note(folder, loaded.name)]))
 
 
 def main(arguments: list[str]) -> int:

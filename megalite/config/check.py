@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megalite.config.check_finetune import finetune_problems, idle_beside_sft_data
 from megalite.config.check_network import layout_problems, model_problems, precision_problems
-from megalite.config.check_peft import peft_problems
+from megalite.config.check_peft import idle_beside_adapters, peft_problems
 from megalite.config.check_run import (
     batch_problems,
     checkpoint_problems,
@@ -121,6 +121,7 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
     if config.data.mock_data:
         yield "with --mock-data", ["data.split", "data.data_cache_path", "data.mmap_bin_files"]
     yield from idle_beside_sft_data(config)
+    yield from idle_beside_adapters(config)
     if config.learning_rate.lr_decay_style != "WSD":
         yield "without --lr-decay-style WSD", ["learning_rate.lr_wsd_decay_style"]
 

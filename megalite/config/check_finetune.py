@@ -45,6 +45,8 @@ def _data_problems(config: RunConfig) -> Iterator[str]:
         if task in ("sft", "classification"):
             yield f"--task {task} needs --sft-data"
         return
+    if config.validation.skip_train and not _validates(config) and config.peft.save_adapter is None:
+        yield "--skip-train leaves nothing to do: give --sft-valid-data or --sft-valid-share, or leave it out"
     if task == "lm":
         yield "--task lm learns from --data-path; with --sft-data the task is sft or classification"
     fields = all_fields()
@@ -59,3 +61,10 @@ def idle_beside_sft_data(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         return
     names = ["split", "data_cache_path", "mmap_bin_files", "reset_position_ids", "reset_attention_mask"]
     yield "with --sft-data", [f"data.{name}" for name in [*names, "eod_mask_loss"]]
+    if not _validates(config) and config.validation.eval_iters > 0:
+        names = ["eval_interval", "full_validation"]
+        yield "without --sft-valid-data or --sft-valid-share", [f"validation.{name}" for name in names]
+
+
+def _validates(config: RunConfig) -> bool:
+    return bool(config.finetune.sft_valid_data or config.finetune.sft_valid_share)

@@ -48,6 +48,18 @@ _NEEDS = {
     "save_adapter": ("--peft lora, prefix or prompt", ("lora", "prefix", "prompt")),
 }
 
+# What the folder of `--load-adapter` has instead of what these flags mean.
+_DECIDED = {
+    "lora_target_modules": "targets of its own",
+    "prefix_projection": "what the projection gave, not the projection",
+    "prompt_init_text": "vectors of its own",
+}
+
+
+def contradiction(flag: str, folder: str, value: object) -> str:
+    """Why a flag, shown with its value, can't stand beside the folder of `--load-adapter`, which has `value`."""
+    return f"{flag}: --load-adapter {folder} has {value}; leave the flag out"
+
 
 def target_names(peft: PeftConfig) -> list[str]:
     """`--lora-target-modules` as single names; commas separate as blanks do."""
@@ -79,16 +91,29 @@ def peft_problems(config: RunConfig) -> Iterator[str]:
     for name, (reason, kinds) in _NEEDS.items():
         field = fields[f"peft.{name}"]
         value = get(config, field.path)
-        if value != field.default and peft.peft not in kinds and peft.load_adapter is None:
+        unsettled = peft.load_adapter is not None and peft.peft == "none"  # the folder says the kind
+        if value == field.default:
+            continue
+        if peft.peft not in kinds and not unsettled:
             yield f"{field.show(value)} needs {reason}"
+        elif peft.load_adapter is not None and name in _DECIDED:
+            yield contradiction(field.show(value), peft.load_adapter, _DECIDED[name])
     if peft.prefix_hidden_size is not None and not peft.prefix_projection:
         yield f"--prefix-hidden-size {peft.prefix_hidden_size} needs --prefix-projection"
-    if peft.prefix_projection and peft.load_adapter is not None:
-        yield "--prefix-projection: an adapter folder holds what the projection gave, not the projection: leave it out"
     if peft.peft == "lora":
         yield from _target_problems(config)
     if peft.peft in ("prefix", "prompt"):
         yield from _virtual_token_problems(config)
+
+
+def idle_beside_adapters(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
+    """As `check.without_effect` needs it: what a frozen model makes meaningless."""
+    if config.peft.peft != "none" and config.finetune.task != "classification":
+        names = ["decoupled_lr", "decoupled_min_lr"]
+        yield (
+            f"with --peft {config.peft.peft}, where embedding and output are frozen",
+            [f"learning_rate.{name}" for name in names],
+        )
 
 
 def _target_problems(config: RunConfig) -> Iterator[str]:

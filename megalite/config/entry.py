@@ -11,6 +11,7 @@ from dataclasses import fields as fields_of
 from typing import Any
 
 from megalite.config.check import check, not_built, without_effect
+from megalite.config.check_peft import contradiction
 from megalite.config.errors import FlagError
 from megalite.config.fields import all_fields, get, put
 from megalite.config.flags import parse_flags
@@ -24,6 +25,9 @@ CheckpointConfigLoader = Callable[[CheckpointConfig], Mapping[str, Mapping[str, 
 
 # Network and tokenizer of the folder that `--load-hf` names, and the classes that it decides between, if it does.
 BaseModelLoader = Callable[[str], tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None]]
+
+# Fields of `PeftConfig` that the folder of `--load-adapter` decides.
+AdapterLoader = Callable[[str], Mapping[str, Any]]
 
 ACTIVATIONS = {"swiglu", "squared_relu", "openai_gelu"}
 NOT_FROM_CHECKPOINT = {"preset", "attention_backend", "attention_softmax_in_fp32", "init_method_std", "label_smoothing"}
@@ -42,17 +46,21 @@ def read_config(
     sections: Sequence[str] | None = None,
     checkpoint_config_loader: CheckpointConfigLoader | None = None,
     base_model_loader: BaseModelLoader | None = None,
+    adapter_loader: AdapterLoader | None = None,
 ) -> tuple[RunConfig, list[str]]:
     """The resolved configuration of a run on `world_size` processes, and notes for the user, one line each.
 
     The notes say which flags are ignored or have no effect and what came from a checkpoint; rank 0 prints them. A
     FlagError holds all problems, one a line. `sections`: whose flags there are; None: those of pretraining.
-    `checkpoint_config_loader` serves `--use-checkpoint-args`, `base_model_loader` `--load-hf`.
+    `checkpoint_config_loader` serves `--use-checkpoint-args`, `base_model_loader` `--load-hf`, `adapter_loader`
+    `--load-adapter`.
     """
     config, explicit, notes = parse_flags(argv, program, description, sections)
     fill_from_preset(config, explicit)
     if config.finetune.load_hf is not None and base_model_loader is not None:
         fill_from_base_model(config, *base_model_loader(config.finetune.load_hf), explicit)
+    if config.peft.load_adapter is not None and adapter_loader is not None:
+        fill_from_adapter(config, adapter_loader(config.peft.load_adapter), explicit)
     if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
         notes += _load_and_fill(config, explicit, checkpoint_config_loader)
     used, idle = drop_idle(config, world_size)
@@ -121,6 +129,18 @@ def _take_classes(config: RunConfig, classes: tuple[str, ...]) -> list[str]:
         ]
     finetune.class_names = theirs
     return []
+
+
+def fill_from_adapter(config: RunConfig, told: Mapping[str, Any], explicit: Collection[str]) -> None:
+    """Take what the folder of `--load-adapter` says of the section `peft`. A FlagError for flags that say otherwise."""
+    fields, problems = all_fields(), []
+    for field, value in ((fields[f"peft.{name}"], value) for name, value in told.items()):
+        given = get(config, field.path)
+        if field.path in explicit and given != value:
+            problems.append(contradiction(field.show(given), config.peft.load_adapter or "", value))
+        put(config, field.path, value)
+    if problems:
+        raise FlagError("\n".join(problems))
 
 
 def _load_and_fill(config: RunConfig, explicit: Collection[str], loader: CheckpointConfigLoader | None) -> list[str]:

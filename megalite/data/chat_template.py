@@ -209,9 +209,11 @@ def _from_file(file: Path) -> tuple[str, str] | None:
     if file.suffix == ".json":
         template = _json_object(file).get("chat_template")
         if isinstance(template, list):  # several with names
-            named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-            template = named.get("default")
-        return None if template is None else (str(template), str(file))
+            chosen = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+            template = chosen[0].get("template") if chosen else None
+        if template is not None and not isinstance(template, str):
+            raise UserError(f"{file}: chat_template is {type(template).__name__}, not text")
+        return None if template is None else (template, str(file))
     try:
         return content.decode("utf-8-sig"), str(file)
     except UnicodeDecodeError as error:

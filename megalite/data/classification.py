@@ -18,7 +18,7 @@ from megalite.data.document_mask import Item
 from megalite.data.gpt_dataset import Datasets, SplitSummary
 from megalite.data.jsonl import Line, read_lines, shown
 from megalite.data.packing import SequenceBuilder, TokenSequences
-from megalite.data.sft import SftOptions, hold_out
+from megalite.data.sft import NO_SAMPLES, SftOptions, hold_out
 from megalite.data.tokenizer_base import Tokenizer
 
 
@@ -58,7 +58,7 @@ def read_labelled_texts(
             builder.add(ids[:seq_length], [False] * min(len(ids), seq_length))
             labels.append(label)
     if not labels:
-        raise UserError(f"{flag} {' '.join(paths)}: it has no texts")
+        raise UserError(f"{flag} {' '.join(paths)}: {NO_SAMPLES}")
     classes, known = _number(labels, names)
     if len(known) < 2:
         raise UserError(
@@ -132,13 +132,18 @@ def check_classification(options: SftOptions, tokenizer: Tokenizer, names: Seque
     """Problems that the first line of each file shows. Cheap, for the time before process groups exist."""
     problems = []
     for flag, paths in (("--sft-data", options.data), ("--sft-valid-data", options.valid_data)):
+        found = False
         for path in paths:
             try:
                 for line in itertools.islice(read_lines(path, flag), 1):
+                    found = True
                     _encode(line, tokenizer)
                     _label(line, names)
             except UserError as error:
+                found = True
                 problems.append(str(error))
+        if paths and not found:
+            problems.append(f"{flag} {' '.join(paths)}: {NO_SAMPLES}")
     return problems
 
 
@@ -177,6 +182,8 @@ def _label(line: Line, names: Sequence[str] | None) -> str | int:
     label = line.value["label"]
     if not isinstance(label, str | int) or isinstance(label, bool):
         raise line.error(f"label must be a string or a whole number, not {shown(label)}")
+    if isinstance(label, str) and not label.strip():
+        raise line.error("the label is empty")
     if names is not None and str(label) not in names:
         raise line.error(f"label {shown(label)} is none of {', '.join(names)}")
     return label

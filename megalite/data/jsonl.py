@@ -42,6 +42,8 @@ def read_lines(path: str, flag: str) -> Iterator[Line]:
     """
     name = PurePath(path)
     suffix = PurePath(name.stem).suffix if name.suffix.lower() in COMPRESSED else name.suffix
+    if os.path.isdir(path):
+        raise UserError(f"{flag} {path} is a folder: name its files")
     if suffix.lower() not in (".jsonl", ".json"):
         raise UserError(f"{flag} {path}: JSON lines are needed (.jsonl, .json, + .gz, .zst)")
     if not os.path.isfile(path):
@@ -58,14 +60,28 @@ def shown(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
+class _RepeatedKeyError(ValueError):
+    """An object has a key twice, so one of its values would be lost."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        seen: set[str] = set()
+        raise _RepeatedKeyError(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+    return value
+
+
 def _parse(path: str, number: int, data: bytes) -> Line:
     line = Line(path, number, {})
     try:
-        value = json.loads(data.decode("utf-8"))
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise line.error(f"not UTF-8: byte 0x{data[error.start]:02x} at byte {error.start + 1} of the line") from None
     except json.JSONDecodeError as error:
         raise line.error(f"broken JSON: {error.msg} (column {error.colno})") from None
+    except _RepeatedKeyError as error:
+        raise line.error(f"the key {shown(error.args[0])} occurs twice in an object") from None
     except (ValueError, RecursionError) as error:
         raise line.error(f"broken JSON: {error}") from None
     if not isinstance(value, dict):

@@ -33,6 +33,7 @@ from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import require_eod
 
 ROLES = ("system", "user", "assistant", "tool")
+NO_SAMPLES = "it has no samples"
 LONG_ANSWERS = ("error", "truncate", "drop")
 
 
@@ -129,14 +130,24 @@ def check_sft(options: SftOptions, tokenizer: Tokenizer, tokenizer_model: str | 
     the time before process groups exist."""
     problems = []
     reader = SftReader(options, tokenizer, tokenizer_model)
+    if options.chat_template is not None:
+        try:
+            reader.chat  # noqa: B018 (loads it, whether or not the first lines need it)
+        except UserError as error:
+            return [str(error)]
     for flag, paths in (("--sft-data", options.data), ("--sft-valid-data", options.valid_data)):
+        found = False
         for path in paths:
             try:
                 require_eod(tokenizer, flag)
                 for line in itertools.islice(read_lines(path, flag), 1):
-                    reader.encode(line)
+                    found = True
+                    reader.fits(line, reader.encode(line))
             except UserError as error:
+                found = True
                 problems.append(str(error))
+        if paths and not found:
+            problems.append(f"{flag} {' '.join(paths)}: {NO_SAMPLES}")
     if not 0 <= options.valid_share < 1:
         problems.append(f"--sft-valid-share {options.valid_share} must lie between 0 and 1")
     if options.valid_share and options.valid_data:
@@ -173,7 +184,7 @@ class SftReader:
             for line in read_lines(path, flag):
                 report = self._add(line, builder, report)
         if not report.samples:
-            why = f"none of its {report.dropped} samples fits --seq-length" if report.dropped else "it has no samples"
+            why = f"none of its {report.dropped} samples fits --seq-length" if report.dropped else NO_SAMPLES
             raise UserError(f"{flag} {' '.join(paths)}: {why}")
         return builder.build(), report
 
@@ -196,18 +207,22 @@ class SftReader:
             lost_tokens=report.lost_tokens + answers - left,
         )
 
-    def _kept(self, line: Line, pieces: Sequence[EncodedPiece], counted: Sequence[bool]) -> int:
-        """Tokens of a sample that stay: up to the last answer token in the row; 0 where none is."""
+    def fits(self, line: Line, pieces: Sequence[EncodedPiece]) -> bool:
+        """Whether each answer fits a row, or may be cut. A UserError where none may be longer."""
         room = self.options.seq_length
         longest = max((len(piece.ids) for piece in pieces if piece.counted), default=0)
-        if longest > room and self.options.long_answers != "truncate":
-            if self.options.long_answers == "error":
-                raise line.error(
-                    f"an answer has {longest} tokens, more than --seq-length {room}: raise it, shorten the answer, or "
-                    "give --sft-long-answers truncate or drop"
-                )
+        if longest > room and self.options.long_answers == "error":
+            raise line.error(
+                f"an answer has {longest} tokens, more than --seq-length {room}: raise it, shorten the answer, or "
+                "give --sft-long-answers truncate or drop"
+            )
+        return longest <= room or self.options.long_answers == "truncate"
+
+    def _kept(self, line: Line, pieces: Sequence[EncodedPiece], counted: Sequence[bool]) -> int:
+        """Tokens of a sample that stay: up to the last answer token in the row; 0 where none is."""
+        if not self.fits(line, pieces):
             return 0
-        last = room  # a row of S places holds S + 1 tokens
+        last = self.options.seq_length  # a row of S places holds S + 1 tokens
         while last > 0 and (last >= len(counted) or not counted[last]):
             last = min(last, len(counted)) - 1
         return last + 1 if last > 0 else 0
@@ -215,6 +230,8 @@ class SftReader:
     def encode(self, line: Line) -> list[EncodedPiece]:
         """The ids of a line, context and answers apart, ending with an answer. Raises UserError with file and line."""
         try:
+            if {"messages", "prompt", "completion"} <= line.value.keys():
+                raise line.error("it has messages and also prompt and completion: leave one of the two forms out")
             if "messages" in line.value:
                 pieces = self.encoder.encode(self._conversation(line))
             else:

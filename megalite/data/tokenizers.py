@@ -164,6 +164,8 @@ class HuggingFaceTokenizer(_TokenizersLibrary):
             name = value.get("content") if isinstance(value, dict) else value
             if name is None:
                 continue
+            if not isinstance(name, str):
+                raise UserError(f"{file}: {role} is {name!r}, which is no token")
             found: int | None = self.backend.token_to_id(name)
             if found is None:
                 raise UserError(f"{file}: {role} is {name!r}, which tokenizer.json does not hold")
@@ -314,7 +316,10 @@ class NullTokenizer(Tokenizer):
             ids = [int(word) for word in text.split()]
         except ValueError:
             wrong = next(word for word in text.split() if not word.isdecimal())
-            raise UserError(f"NullTokenizer reads ids separated by blanks, and {wrong[:40]!r} is none") from None
+            raise UserError(
+                f"NullTokenizer reads ids separated by blanks, and {wrong[:40]!r} is none: text needs a tokenizer "
+                "(--tokenizer-type, --tokenizer-model), and a Hugging Face folder without one gives NullTokenizer"
+            ) from None
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise UserError(f"id {i} is outside NullTokenizer's 0 to {self.vocab_size - 1}: raise --vocab-size")

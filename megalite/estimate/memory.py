@@ -27,14 +27,21 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: RunConfig, local_parameters: int, vocab_size: int, *, fused_attention: bool, ranks: int = 1
+    config: RunConfig,
+    local_parameters: int,
+    vocab_size: int,
+    *,
+    fused_attention: bool,
+    ranks: int = 1,
+    frozen: int = 0,
 ) -> MemoryEstimate:
     """Prediction for a rank whose part of the model has `local_parameters`, shared out among `ranks` data-parallel
     ranks as the resolved configuration says (Rajbhandari et al. 2020). Padding is left out.
 
     In half precision that is 18 bytes a parameter without sharding, 6 + 12/d, 2 + 16/d, 18/d with the three stages.
     Activations: Korthikanti et al. 2022, s·b·h(34 + 5as/h) a layer in half precision, twice that in float32; the
-    attention term goes with fused attention. The output layer's logits and their gradient are added. Of one process:
+    attention term goes with fused attention. `frozen`: how many of the parameters aren't trained; they have no state
+    and aren't shared out. The output layer's logits and their gradient are added. Of one process:
     parallel layouts hold less.
     """
     precision = config.precision
@@ -42,12 +49,13 @@ def estimate_memory(
     wide = 8 if precision.fp64 else 4
     moments = 2 if config.optimizer.optimizer == "adam" else 1
     stage = STRATEGIES.index(config.layout.data_parallel_sharding_strategy or "no_shard")
-    share = -(-local_parameters // ranks)
-    state = share if stage >= 1 else local_parameters
+    trained = local_parameters - frozen
+    share = -(-trained // ranks)
+    state = share if stage >= 1 else trained
     return MemoryEstimate(
         local_parameters=local_parameters,
-        parameters=compute * (share if stage >= 3 else local_parameters),
-        main_gradients=wide * (share if stage >= 2 else local_parameters),
+        parameters=compute * (frozen + (share if stage >= 3 else trained)),
+        main_gradients=wide * (share if stage >= 2 else trained),
         main_parameters=wide * state if compute != wide else 0,
         moments=moments * wide * state,
         activations=_activations(config, compute, vocab_size, fused_attention=fused_attention),

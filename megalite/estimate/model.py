@@ -41,8 +41,38 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> ParameterCount:
     return ParameterCount(total, layers * matmul_layer + vocab_size * hidden)
 
 
-def training_flops_per_token(config: ModelConfig, vocab_size: int, seq_length: float) -> float:
-    """Forward and backward: 6 per matmul parameter, and 6·L·s·(heads · head width) for causal attention at half."""
+@dataclass(frozen=True)
+class AdapterWork:
+    """What weights trained beside frozen ones add to the work for a token.
+
+    `matmul`: parameters of theirs that multiply every token (LoRA's matrices). `head`: the output layer is trained too,
+    as a classifier's. `virtual_tokens`: before each sequence; `computed`: layers compute them as they do tokens (a
+    prompt), and not only attend to them (a prefix).
+    """
+
+    matmul: int = 0
+    head: bool = False
+    virtual_tokens: int = 0
+    computed: bool = False
+
+
+def training_flops_per_token(
+    config: ModelConfig, vocab_size: int, seq_length: float, adapter: AdapterWork | None = None
+) -> float:
+    """Forward and backward of a token of a sequence of `seq_length`. `vocab_size`: outputs.
+
+    A parameter that multiplies every token costs 2 forward, 2 for the gradient of its input and 2 for its own, which a
+    frozen one hasn't; causal attention at half 6·L·s·(heads · head width). With virtual tokens, attention's s² becomes
+    (s + n)² where they are computed, s² + 2sn where not. `adapter`: None where all is trained.
+    """
     assert config.num_layers is not None and config.num_attention_heads and config.kv_channels
-    attention = 6.0 * config.num_layers * seq_length * config.num_attention_heads * config.kv_channels
-    return 6.0 * count_parameters(config, vocab_size).matmul + attention
+    matmul = count_parameters(config, vocab_size).matmul
+    width = config.num_layers * config.num_attention_heads * config.kv_channels
+    if adapter is None:
+        return 6.0 * matmul + 6.0 * seq_length * width
+    assert config.hidden_size is not None
+    output, n = vocab_size * config.hidden_size, adapter.virtual_tokens
+    attended = (seq_length + n) ** 2 / seq_length if adapter.computed else seq_length + 2 * n
+    rows = (seq_length + n) / seq_length if adapter.computed else 1.0
+    trained = 6.0 * adapter.matmul + (2.0 * output if adapter.head else 0.0)
+    return 4.0 * ((matmul - output) * rows + output) + trained + 6.0 * attended * width

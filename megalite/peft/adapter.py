@@ -19,12 +19,14 @@ from megalite.config.schema_peft import PeftConfig
 from megalite.distributed.collectives import all_gather_objects, broadcast_object
 from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.pieces import Piece, whole
+from megalite.estimate.model import AdapterWork
 from megalite.models.gpt import GPTStage
 from megalite.nn.module import named_specs
 from megalite.optimizer.gradient_norm import holders
 from megalite.peft.apply import Scale, apply_peft, is_trained, prompt_from_text, scales_of
 from megalite.peft.convert import PROMPT, from_peft, to_peft
 from megalite.peft.files import read_adapter, settle, write_adapter
+from megalite.peft.modules import widths_of
 from megalite.precision.policy import Precision
 
 
@@ -36,6 +38,14 @@ class AdapterPlan:
     peft: PeftConfig
     scales: dict[str, Scale]
     values: dict[str, Tensor]
+
+    def work(self, model: ModelConfig, *, head: bool) -> AdapterWork:
+        """What it adds to the work for a token. `head`: a classifier's is trained too."""
+        assert model.num_layers is not None
+        if self.peft.peft == "lora":
+            sizes = (scale.rank * sum(widths_of(part, model)) for part, scale in self.scales.items())
+            return AdapterWork(model.num_layers * sum(sizes), head)
+        return AdapterWork(0, head, self.peft.num_virtual_tokens, computed=self.peft.peft == "prompt")
 
     def apply(self, stages: Sequence[GPTStage], *, mesh: Mesh, precision: Precision, seed: int) -> None:
         """See `apply_peft`."""
@@ -54,14 +64,19 @@ class AdapterPlan:
         _fill(pieces, values)
 
 
-def plan_adapter(peft: PeftConfig, model: ModelConfig, vocab_size: int, group: Group) -> AdapterPlan:
-    """Of a settled `peft`. All members of `group` raise the same `CheckpointError` where the folder of
-    `--load-adapter` is missing, damaged or of another model."""
+def plan_adapter(
+    peft: PeftConfig, model: ModelConfig, vocab_size: int, group: Group, classes: int | None = None
+) -> AdapterPlan:
+    """Of a settled `peft`. `classes`: of a model that classifies.
+
+    All members of `group` raise the same `CheckpointError` where the folder of `--load-adapter` is missing, damaged or
+    of another model.
+    """
     if peft.load_adapter is None:
         return AdapterPlan(peft, scales_of(peft, model) if peft.peft == "lora" else {}, {})
     directory = peft.load_adapter
     found: list[tuple[dict[str, Tensor], dict[str, Scale]]] = []
-    agree(attempt(lambda: found.append(from_peft(read_adapter(directory), model, vocab_size))), group)
+    agree(attempt(lambda: found.append(from_peft(read_adapter(directory), model, vocab_size, classes))), group)
     values, scales = found[0]
     return AdapterPlan(peft, scales, values)
 

@@ -18,8 +18,9 @@ def check(config: RunConfig, vocab_size: int) -> list[str]:
         except CheckpointError as error:
             problems.append(f"--save-adapter {peft.save_adapter}: {error}")
     if peft.load_adapter is not None:
+        classes = len(config.finetune.class_names or ()) if config.finetune.task == "classification" else None
         try:
-            from_peft(read_adapter(peft.load_adapter), config.model, vocab_size)
+            from_peft(read_adapter(peft.load_adapter), config.model, vocab_size, classes)
         except CheckpointError as error:
             problems.append(f"--load-adapter: {error}")
     return problems

@@ -176,8 +176,14 @@ def _prefix_vectors(values: Mapping[str, Tensor], number: int) -> Tensor:
     return prefix_from_network(get("embedding"), inner, outer)
 
 
-def from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tuple[Values, dict[str, Scale]]:
-    """Whole parameters by global name, and LoRA's targets. A `CheckpointError` where it is of another model."""
+def from_peft(
+    adapter: Adapter, model: ModelConfig, vocab_size: int, classes: int | None = None
+) -> tuple[Values, dict[str, Scale]]:
+    """Whole parameters by global name, and LoRA's targets. A `CheckpointError` where it is of another model.
+
+    `classes`: of a model that classifies, 0 where their number isn't known yet; None: the model writes text.
+    """
+    _check_head(adapter, model, classes)
     if adapter.kind == "lora":
         values, scales = _lora_from_peft(adapter, model, vocab_size)
     else:
@@ -192,7 +198,8 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
     values: Values = {}
     scales: dict[str, Scale] = {}
     problems: list[str] = []
-    for module, (a, b) in adapter.pairs().items():
+    pairs = adapter.pairs()
+    for module, (a, b) in pairs.items():
         template = re.sub(r"\.(\d+)\.", ".{n}.", module, count=1)
         number = re.search(r"\.(\d+)\.", module)
         layer = layers.get(template)
@@ -216,8 +223,35 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
     if not problems and (not names or set(names) - values.keys()):
         problems.append("it has adapters in some of the layers only" if names else "it has no adapters")
     _refuse(adapter, problems)
+    _refuse(adapter, _untold(adapter, pairs, layers, model), "doesn't hold what its adapter_config.json says")
     ordered = {part: scales[part] for part in LINEAR_OF if part in scales}
     return values, ordered
+
+
+def _untold(
+    adapter: Adapter, pairs: Mapping[str, Any], layers: Mapping[str, HFLinear], model: ModelConfig
+) -> list[str]:
+    """Where the matrices that are there aren't those that `target_modules` means for this model."""
+    names = [name.replace("{n}", str(number)) for name in layers for number in range(model.num_layers or 0)]
+    return [
+        *(f"{name}: target_modules means it, and it has no matrices" for name in names
+          if name not in pairs and adapter.targets(name)),
+        *(f"{name}: it has matrices, and target_modules doesn't mean it" for name in pairs
+          if adapter.targets(name) is False),
+    ]  # fmt: skip
+
+
+def _check_head(adapter: Adapter, model: ModelConfig, classes: int | None) -> None:
+    head, where = adapter.tensors.get(SCORE), adapter.where / WEIGHTS_FILE
+    if head is None:
+        return
+    if classes is None:
+        raise CheckpointError(f"{where} is of a classifier: it has a head for labels, and this model writes text")
+    if head.ndim != 2 or head.shape[1] != model.hidden_size or head.shape[0] != (classes or head.shape[0]):
+        raise CheckpointError(
+            f"{where}: its head is of shape {list(head.shape)}, this model's "
+            f"[{classes or 'classes'}, {model.hidden_size}]"
+        )
 
 
 def _sliced(tensor: Tensor, slices: tuple[slice, ...]) -> Tensor:
@@ -238,9 +272,9 @@ def _virtual_from_peft(adapter: Adapter, model: ModelConfig) -> Values:
     return {prefix_name(number): layers[number] for number in range(model.num_layers)}
 
 
-def _refuse(adapter: Adapter, problems: list[str]) -> None:
+def _refuse(adapter: Adapter, problems: list[str], what: str = "is an adapter of another model") -> None:
     if not problems:
         return
     more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
     lines = "".join(f"\n  {line}" for line in [*problems[:_SHOWN], *more])
-    raise CheckpointError(f"{adapter.where / WEIGHTS_FILE} is an adapter of another model:{lines}")
+    raise CheckpointError(f"{adapter.where / WEIGHTS_FILE} {what}:{lines}")

@@ -20,31 +20,34 @@ from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.checkpoint.storage import read_json
+from megalite.config.check_peft import contradiction
 from megalite.config.errors import FlagError
 from megalite.config.schema_peft import PeftConfig
 from megalite.data.files import replacing
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PICKLED = "adapter_model.bin"
 KINDS = {"LORA": "lora", "PREFIX_TUNING": "prefix", "PROMPT_TUNING": "prompt"}
 EMBEDDINGS = "prompt_embeddings"
 PREFIX = "base_model.model."
 SCORE = f"{PREFIX}score.weight"
 
-# Settings of PEFT that change what an adapter computes; off in what is read and written here.
-_OFF = (
-    "use_dora",
-    "lora_bias",
-    "trainable_token_indices",
-    "target_parameters",
-    "layer_replication",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "use_bdlora",
-    "velora_config",
-    "monteclora_config",
-    "arrow_config",
-    "kasa_config",
-)
+# Settings of PEFT that are honoured, or that say nothing of what a saved adapter computes. Whatever else is set (DoRA,
+# an option of a later version) may change that, so it is refused.
+_HONOURED = """
+    peft_type task_type r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules
+    layers_to_transform layers_pattern bias modules_to_save init_lora_weights fan_in_fan_out
+    num_virtual_tokens num_transformer_submodules
+"""
+_INERT = """
+    auto_mapping base_model_name_or_path corda_config ensure_weight_tying encoder_hidden_size eva_config inference_mode
+    loftq_config lora_dropout lora_ga_config megatron_core num_attention_heads num_layers peft_version
+    prefix_projection prompt_tuning_init prompt_tuning_init_text qalora_group_size revision runtime_config token_dim
+    tokenizer_kwargs tokenizer_name_or_path
+"""
+_KNOWN = frozenset((_HONOURED + _INERT).split())
+# How the matrices started. The other ways (pissa, olora, ...) change the model's own weights too.
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,22 @@ class Adapter:
 
     def factor(self, module: str, rank: int) -> float:
         """What the product of the matrices beside a module, given by its full name, is multiplied by."""
-        patterns = self.config.get("alpha_pattern") or {}
-        alpha = next((a for key, a in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), None)
-        alpha = self.number("lora_alpha") if alpha is None else alpha
+        alpha = self._by_pattern("alpha_pattern", module, "lora_alpha")
         return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+
+    def _by_pattern(self, patterns: str, module: str, usual: str) -> float:
+        """A number of one module: of the first pattern that fits its name, else the usual one."""
+        table = self.config.get(patterns) or {}
+        found = next((number for key, number in table.items() if re.match(rf"(.*\.)?({key})$", module)), None)
+        return self.number(usual) if found is None else found
+
+    def targets(self, module: str) -> bool | None:
+        """Whether the configuration puts matrices beside a module, given by its full name; None: it doesn't say."""
+        wanted = _matches(self.config.get("target_modules"), module)
+        layers, number = self.config.get("layers_to_transform"), re.search(r"\.(\d+)\.", module)
+        if layers is not None and number is not None:
+            wanted = wanted and int(number[1]) in (layers if isinstance(layers, list) else [layers])
+        return wanted and not _matches(self.config.get("exclude_modules"), module)
 
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         """LoRA's A [rank, in] and B [out, rank] by the full name of the module."""
@@ -80,11 +95,20 @@ class Adapter:
             a, b = pair.get("A"), pair.get("B")
             if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
                 raise CheckpointError(f"{self.where / WEIGHTS_FILE}: {name} has no matrices A and B of one rank")
+            told = self._by_pattern("rank_pattern", name, "r")
+            if a.shape[0] != told:
+                raise CheckpointError(
+                    f"{self.where / WEIGHTS_FILE}: {name} has matrices of rank {a.shape[0]}, but {CONFIG_FILE} says "
+                    f"{told:g}"
+                )
         return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
 
     def embeddings(self) -> Tensor:
         """The vectors [n, width] of a prefix or prompt."""
         tensor = self.tensors.get(EMBEDDINGS)
+        unknown = sorted(self.tensors.keys() - {EMBEDDINGS, SCORE})
+        if unknown:
+            raise CheckpointError(f"{self.where / WEIGHTS_FILE}: {unknown[0]} is nothing that a {self.kind} has")
         if tensor is None or tensor.ndim != 2 or tensor.shape[0] != self.number("num_virtual_tokens"):
             raise CheckpointError(
                 f"{self.where / WEIGHTS_FILE} has no {EMBEDDINGS} of num_virtual_tokens = "
@@ -98,10 +122,17 @@ def read_adapter(directory: str | Path) -> Adapter:
     where = Path(directory)
     config = _read_config(where)
     path = where / WEIGHTS_FILE
+    if not path.exists() and (where / _PICKLED).exists():
+        raise CheckpointError(f"{where / _PICKLED} is a pickle, which is not read: save it as {WEIGHTS_FILE}")
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {reason(error)}") from error
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{path}: {name} is of {str(tensor.dtype).removeprefix('torch.')}, no number format")
+        if not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{path}: {name} holds numbers that aren't finite")
     return Adapter(where, KINDS[config["peft_type"]], config, tensors)
 
 
@@ -110,54 +141,115 @@ def _read_config(where: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{where} holds no {CONFIG_FILE}: it is no folder of an adapter in PEFT's format")
     config = read_json(path)
-    if config.get("peft_type") not in KINDS:
-        kinds = ", ".join(KINDS)
-        raise CheckpointError(f"{path}: peft_type {config.get('peft_type')!r} is not supported; there are {kinds}")
-    for name in _OFF:
-        if config.get(name):
+    kind = config.get("peft_type")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise CheckpointError(f"{path}: peft_type {kind!r} is not supported; there are {', '.join(KINDS)}")
+    for name in sorted(config.keys() - _KNOWN):
+        if config[name]:
             raise CheckpointError(f"{path}: {name} {config[name]!r} is not supported")
     if config.get("bias") not in (None, "none"):
         raise CheckpointError(f"{path}: bias {config['bias']!r} is not supported; only none is")
-    saved = config.get("modules_to_save") or []
-    if set(saved) - {"score"}:
+    if config.get("modules_to_save") not in (None, [], ["score"]):
         raise CheckpointError(
-            f"{path}: modules_to_save {saved!r} is not supported; only score, a classifier's head, is"
+            f"{path}: modules_to_save {config['modules_to_save']!r} is not supported; only ['score'], a classifier's "
+            "head, is"
+        )
+    if config.get("init_lora_weights") not in _STARTS:
+        raise CheckpointError(
+            f"{path}: init_lora_weights {config['init_lora_weights']!r} is not supported: it changes the model's own "
+            "weights too; convert the adapter with PEFT's save_pretrained"
         )
     if config.get("num_transformer_submodules") not in (None, 1):
         raise CheckpointError(f"{path}: num_transformer_submodules must be 1, as in a decoder")
+    if config.get("use_rslora") not in (None, False, True):
+        raise CheckpointError(f"{path}: use_rslora is {config['use_rslora']!r}, neither true nor false")
+    _check_names(config, path)
     return config
+
+
+def _check_names(config: Mapping[str, Any], path: Path) -> None:
+    """Raise where names of modules, or patterns of them, are none."""
+    for name in ("target_modules", "exclude_modules"):
+        value = config.get(name)
+        names = value if isinstance(value, list) else [value]
+        if value is not None and not all(isinstance(each, str) for each in names):
+            raise CheckpointError(f"{path}: {name} is {value!r}, neither a list of names nor one pattern")
+        if isinstance(value, str):
+            _check_pattern(value, name, path)
+    for name in ("rank_pattern", "alpha_pattern"):
+        table = config.get(name) or {}
+        if not isinstance(table, dict):
+            raise CheckpointError(f"{path}: {name} is {table!r}, no object of names and numbers")
+        for key in table:
+            _check_pattern(key, name, path)
+            _positive(table, key, path)
+
+
+def _check_pattern(pattern: str, name: str, path: Path) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(f"{path}: {name} {pattern!r} is no regular expression ({error})") from None
+
+
+def _matches(names: Any, module: str) -> bool | None:
+    """Whether a list of names or a pattern means a module; None where there are none."""
+    if not names or names == "all-linear":
+        return None
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(f".{module}".endswith(f".{name}") for name in names)
 
 
 def _positive(config: Mapping[str, Any], name: str, path: Path) -> float:
     value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CheckpointError(f"{path}: {name} is {value!r}, not a positive number")
     return value
+
+
+def _whole(config: Mapping[str, Any], name: str, path: Path) -> int:
+    value = _positive(config, name, path)
+    if value != int(value):
+        raise CheckpointError(f"{path}: {name} is {value!r}, not a whole number")
+    return int(value)
+
+
+def told_by(directory: str | Path) -> dict[str, Any]:
+    """The fields of `PeftConfig` that an adapter's folder decides. Raises as `read_adapter`."""
+    where = Path(directory)
+    config, path = _read_config(where), where / CONFIG_FILE
+    kind = KINDS[config["peft_type"]]
+    if kind != "lora":
+        return {"peft": kind, "num_virtual_tokens": _whole(config, "num_virtual_tokens", path)}
+    return {
+        "peft": kind,
+        "lora_rank": _whole(config, "r", path),
+        "lora_alpha": _positive(config, "lora_alpha", path),
+        "use_rslora": bool(config.get("use_rslora")),
+    }
+
+
+def base_note(directory: str | Path, model: str) -> str | None:
+    """One line where an adapter's folder names another model than `model` as the one that it was trained beside."""
+    name = _read_config(Path(directory)).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name or Path(name).resolve().name == Path(model).resolve().name:
+        return None
+    return f"the adapter {directory} was trained beside {name}, and is put on {model}"
 
 
 def settle(peft: PeftConfig) -> PeftConfig:
     """`peft` with what the folder of `--load-adapter` says; itself where none is given.
 
-    A `FlagError` where a flag was given that says something else.
+    A `FlagError` where a field has neither its default nor what the folder says.
     """
     if peft.load_adapter is None:
         return peft
-    where = Path(peft.load_adapter)
-    config = _read_config(where)
-    kind = KINDS[config["peft_type"]]
-    told: dict[str, Any] = {"peft": kind}
-    if kind == "lora":
-        told["lora_rank"] = int(_positive(config, "r", where / CONFIG_FILE))
-        told["lora_alpha"] = _positive(config, "lora_alpha", where / CONFIG_FILE)
-        told["use_rslora"] = bool(config.get("use_rslora"))
-    else:
-        told["num_virtual_tokens"] = int(_positive(config, "num_virtual_tokens", where / CONFIG_FILE))
-    default = PeftConfig()
+    told, default = told_by(peft.load_adapter), PeftConfig()
     for name, value in told.items():
         given = getattr(peft, name)
         if given not in (getattr(default, name), value):
-            flag = "--" + name.replace("_", "-")
-            raise FlagError(f"{flag} {given}: --load-adapter {peft.load_adapter} has {value}; leave the flag out")
+            raise FlagError(contradiction(f"--{name.replace('_', '-')} {given}", peft.load_adapter, value))
     return replace(peft, **told)
 
 

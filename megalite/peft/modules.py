@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from megalite.checkpoint.huggingface.architecture import Architecture
 from megalite.checkpoint.huggingface.parts import Part
@@ -67,6 +68,12 @@ def output_slices(part: str, model: ModelConfig) -> tuple[slice, ...]:
     return tuple(
         slice(*slots[1]) if slots is not None and dim == slots[0] else slice(0, size) for dim, size in enumerate(shape)
     )
+
+
+def widths_of(part: str, model: ModelConfig) -> tuple[int, int]:
+    """Inputs and outputs of a target."""
+    outputs = (each.stop - each.start for each in output_slices(part, model))
+    return linear_shapes(model)[LINEAR_OF[part]][-1], prod(outputs)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The model that `--load-hf` names: what its folder says of the run, and its weights at any layout.
+"""The model that `--load-hf` names, and the adapter of `--load-adapter`: what their folders say of the run, and the
+model's weights at any layout.
 
 Key idea: the folder describes network and tokenizer, so the command line needn't; what it says beside the folder must
 agree with it.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import HEAD
@@ -20,6 +22,7 @@ from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import ModelConfig, TokenizerConfig
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece
+from megalite.peft.files import told_by
 
 
 def read_base_model(folder: str) -> tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None]:
@@ -37,6 +40,15 @@ def base_names(folder: str, names: Iterable[str]) -> set[str]:
     """Which of a model's parameters take their values from the folder: all but a head that it hasn't."""
     has_head = read_huggingface_config(folder).classes is not None
     return {name for name in names if name != HEAD or has_head}
+
+
+def read_adapter_flags(folder: str) -> dict[str, Any]:
+    """The fields of `PeftConfig` that an adapter's folder decides. A FlagError where it can't be read or isn't
+    supported."""
+    try:
+        return told_by(folder)
+    except UserError as error:
+        raise FlagError(f"--load-adapter: {error}") from None
 
 
 def load_base_model(

@@ -299,6 +299,7 @@ def check_sinks(config: RunConfig) -> list[str]:
         "--timeline": logging.timeline and Path(logging.timeline),
         "--dump-grads": config.training.dump_grads and Path(config.training.dump_grads),
         "--save": config.checkpoint.save and Path(config.checkpoint.save),
+        "--save-adapter": config.peft.save_adapter and Path(config.peft.save_adapter),
     }
     for flag, folder in folders.items():
         if isinstance(folder, Path) and (reason := _unwritable(folder)):

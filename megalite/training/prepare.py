@@ -22,9 +22,9 @@ from megalite.distributed.layout import Layout
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.optimizer.schedule import BatchSchedule
 from megalite.peft import check as peft_check
-from megalite.peft.files import settle
+from megalite.peft.files import base_note, settle
 from megalite.training import resume
-from megalite.training.base_model import read_base_model
+from megalite.training.base_model import read_adapter_flags, read_base_model
 from megalite.training.metrics import check_sinks
 from megalite.training.plan import Plan
 from megalite.training.task import check_task
@@ -66,6 +66,7 @@ def prepare(
         sections=sections,
         checkpoint_config_loader=_checkpoint_config,
         base_model_loader=read_base_model,
+        adapter_loader=read_adapter_flags,
     )
     return prepare_config(config, environment, notes)
 
@@ -81,6 +82,8 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         if config.finetune.task != "classification":
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
         _refuse([*vocabulary_problems(config, tokenizer), *check_task(config, tokenizer)])
+        if config.peft.prompt_init_text is not None and not tokenizer.tokenize(config.peft.prompt_init_text):
+            raise FlagError(f"--prompt-init-text {config.peft.prompt_init_text!r} has no tokens: give it some text")
         _refuse(peft_check.check(config, config.model.model_vocab_size or tokenizer.vocab_size))
     except ValueError as error:
         raise FlagError(str(error)) from error
@@ -88,6 +91,8 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
         torch.use_deterministic_algorithms(True)
     threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)
+    if config.peft.load_adapter is not None and config.finetune.load_hf is not None:
+        notes = [*notes, *filter(None, [base_note(config.peft.load_adapter, config.finetune.load_hf)])]
     return Prepared(config, list(notes), environment, device, threads, backend, tokenizer)
 
 

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 from megalite.config.schema import RunConfig
 from megalite.data.gpt_dataset import Datasets
+from megalite.distributed.collectives import all_gather_objects
 from megalite.distributed.mesh import Mesh
 from megalite.estimate.memory import MemoryEstimate, estimate_memory
-from megalite.estimate.model import count_parameters, training_flops_per_token
+from megalite.estimate.model import AdapterWork, count_parameters, training_flops_per_token
 from megalite.models.gpt import GPTStage
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.embedding import padded_vocabulary
 from megalite.optimizer.optimizer import Optimizer
+from megalite.peft.apply import count_parameters as owned_parameters
 from megalite.precision.policy import Precision
 from megalite.training.state import TrainingState
 
@@ -30,19 +32,25 @@ def _local_parameters(stages: Sequence[GPTStage]) -> int:
     return sum(parameter.numel() for stage in stages for parameter in stage.parameters())
 
 
-def _model_lines(config: RunConfig, stages: Sequence[GPTStage], mesh: Mesh) -> list[str]:
+def _model_lines(config: RunConfig, stages: Sequence[GPTStage], mesh: Mesh, adapter: AdapterWork | None) -> list[str]:
     vocab_size = stages[0].vocab_size
     rows = padded_vocabulary(vocab_size, config.model.make_vocab_size_divisible_by, mesh.tp.size)
     assert config.data.seq_length is not None
     classes = len(config.finetune.class_names or ())
-    flops = training_flops_per_token(config.model, classes or vocab_size, config.data.seq_length)
+    flops = training_flops_per_token(config.model, classes or vocab_size, config.data.seq_length, adapter)
     total = count_parameters(config.model, vocab_size).total
     if classes:  # a head in place of an output over the vocabulary
         assert config.model.hidden_size is not None
         lost = vocab_size if config.model.untie_embeddings_and_output_weights else 0
         total += (classes - lost) * config.model.hidden_size
+    trained = ""
+    if adapter is not None:
+        mine, total = (
+            sum(counts) for counts in zip(*all_gather_objects(owned_parameters(stages, mesh), mesh.model), strict=True)
+        )
+        trained = f", {mine:,} of them trained ({mine / total:.3%})"
     return [
-        f"parameters: {total:,} in all, {_local_parameters(stages):,} on this rank",
+        f"parameters: {total:,} in all{trained}, {_local_parameters(stages):,} on this rank",
         f"vocabulary: {vocab_size:,}, {rows:,} rows in memory",
         f"training FLOPs per token: {flops:.4g}",
     ]
@@ -57,6 +65,7 @@ def predicted_memory(
         _local_parameters(stages),
         stages[0].vocab_size,
         fused_attention=backend.kernel != "unfused",
+        frozen=sum(p.numel() for stage in stages for p in stage.parameters() if not p.requires_grad),
         ranks=mesh.dp_cp.size,
     )
 
@@ -92,12 +101,13 @@ def opening_block(
     datasets: Datasets,
     state: TrainingState,
     total_iterations: int,
+    adapter: AdapterWork | None = None,
 ) -> str:
-    """The whole block as text."""
+    """The whole block as text. Collective over the model's ranks, where there is an `adapter`."""
     training = config.training
     norm = f"torch {config.model.normalization}"
     lines = [
-        *_model_lines(config, stages, mesh),
+        *_model_lines(config, stages, mesh, adapter),
         _layout_line(config, mesh, threads),
         f"precision: {precision.name}; attention: {backend.kernel} ({backend.reason}); norm: {norm}; "
         f"optimizer: {optimizer.description}",

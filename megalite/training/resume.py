@@ -7,7 +7,8 @@ run's main parameters as its weights, and the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.metadata import describe
 from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint, problem
 from megalite.config.errors import UserError
+from megalite.config.fields import all_fields
 from megalite.config.schema import CheckpointConfig, RunConfig
 from megalite.distributed.collectives import broadcast_object
 from megalite.distributed.mesh import Mesh
@@ -48,6 +50,7 @@ def load_frozen(
     directory: CheckpointDirectory, *, mesh: Mesh, stages: Sequence[GPTStage], optimizer: Optimizer
 ) -> None:
     """Fill the weights that aren't trained from another model's checkpoint. Collective over the world."""
+    _refuse_adapter(directory, read_config(directory))
     stored, half = set(describe(directory)), optimizer.precision.needs_main_parameters
     pieces = (whole(f"model.{name}", p, spec) for name, p, spec in specs_of(stages) if not p.requires_grad)
     named = (piece._replace(name=source_key(piece.name, stored, half=half)) for piece in pieces)
@@ -83,8 +86,17 @@ def locate(config: CheckpointConfig) -> tuple[CheckpointDirectory | None, bool]:
     return None, False
 
 
-def locate_together(config: CheckpointConfig, mesh: Mesh) -> tuple[CheckpointDirectory | None, bool]:
-    """As `locate`, decided by the first rank, so that no two ranks start from different checkpoints.
+def locate_base(config: CheckpointConfig) -> tuple[CheckpointDirectory | None, bool]:
+    """As `locate`, of the model that a resumed run has its adapter beside."""
+    return locate(replace(config, load=None))
+
+
+def locate_together(
+    config: CheckpointConfig,
+    mesh: Mesh,
+    find: Callable[[CheckpointConfig], tuple[CheckpointDirectory | None, bool]] = locate,
+) -> tuple[CheckpointDirectory | None, bool]:
+    """As `locate`, or what `find` is, decided by the first rank, so that no two ranks start from different ones.
 
     All ranks raise the same error where one of them can't see it whole. Collective over the world.
     """
@@ -92,7 +104,7 @@ def locate_together(config: CheckpointConfig, mesh: Mesh) -> tuple[CheckpointDir
     error = None
     if mesh.is_first:
         try:
-            answer = locate(config)
+            answer = find(config)
         except UserError as raised:
             error = str(raised)
     answer, error = broadcast_object((answer, error), mesh.world)
@@ -120,8 +132,9 @@ def load(
     new_head = weights_only and config.finetune.task == "classification" and f"model.{HEAD}" not in stored
     if config.finetune.task == "classification" and not new_head:
         _check_classes(directory, config.finetune.class_names)
+    notes = check_adapter(directory, config, weights_only=weights_only)
     if with_optimizer and not any(key.startswith("optimizer.") for key in stored):
-        raise UserError(
+        raise CheckpointError(
             f"{directory.path} holds no optimizer state: load its weights alone with --no-load-optim or --finetune"
         )
     half = optimizer.precision.needs_main_parameters
@@ -141,7 +154,6 @@ def load(
     if weights_only:
         return fresh, schedule, []
     state = TrainingState.from_dict(values["training"])
-    notes = []
     if not config.checkpoint.load_rng or values.get("rng") is None:
         state.dropout_seed = config.training.seed
     elif state.dropout_seed != config.training.seed:
@@ -157,13 +169,57 @@ def load(
 
 
 def _check_classes(directory: CheckpointDirectory, classes: list[str] | None) -> None:
-    """Raise a UserError where a classifier's classes aren't those of this run."""
+    """Raise a CheckpointError where a classifier's classes aren't those of this run."""
     theirs = read_config(directory).finetune.class_names
     if theirs is not None and theirs != classes:
-        raise UserError(
+        raise CheckpointError(
             f"{directory.path} was trained with --class-names {' '.join(theirs)}, and this run has "
             f"{' '.join(classes or [])}: give the checkpoint's, in its order"
         )
+
+
+def check_adapter(directory: CheckpointDirectory, config: RunConfig, *, weights_only: bool) -> list[str]:
+    """What differs from the run that saved an adapter, one line each; nothing where neither run has one.
+
+    A CheckpointError where the kinds differ, or where the adapter's model isn't named: the checkpoint doesn't hold it.
+    """
+    saved = read_config(directory)
+    if weights_only or config.peft.peft == "none":
+        _refuse_adapter(directory, saved)
+        return []
+    theirs, ours = (_base(each) for each in (saved, config))
+    if saved.peft.peft != config.peft.peft:
+        raise CheckpointError(
+            f"{directory.path} is of a run with --peft {saved.peft.peft}, and this one has --peft {config.peft.peft}; "
+            "a checkpoint of the model itself is given as --pretrained-checkpoint"
+        )
+    if theirs and not ours:
+        raise CheckpointError(f"{directory.path} holds an adapter alone, trained with {theirs}: give that too")
+    lines = [f"{ours} replaces the checkpoint's {theirs}"] if theirs and theirs != ours else []
+    fields = all_fields()
+    for name in ("lora_alpha", "use_rslora") if saved.peft.peft == "lora" else ():
+        before, now = getattr(saved.peft, name), getattr(config.peft, name)
+        if before != now:
+            show = fields[f"peft.{name}"].show
+            lines.append(f"{show(now)} replaces the checkpoint's {show(before)}")
+    return lines
+
+
+def _refuse_adapter(directory: CheckpointDirectory, saved: RunConfig) -> None:
+    """Raise a CheckpointError for a checkpoint that holds no model."""
+    if saved.peft.peft != "none":
+        raise CheckpointError(
+            f"{directory.path} holds only what a run with --peft {saved.peft.peft} trained beside a model: --load it "
+            "with that run's flags, or start from what --save-adapter wrote with --load-adapter"
+        )
+
+
+def _base(config: RunConfig) -> str | None:
+    """The flag that names an adapter's model."""
+    if config.finetune.load_hf is not None:
+        return f"--load-hf {config.finetune.load_hf}"
+    folder = config.checkpoint.pretrained_checkpoint
+    return None if folder is None else f"--pretrained-checkpoint {folder}"
 
 
 def choose_schedule(config: RunConfig, mine: Schedule, stored: Schedule) -> tuple[Schedule, list[str]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.checkpoint import save_checkpoint
-from megalite.checkpoint.storage import CheckpointDirectory, Retention, find_checkpoint
+from megalite.checkpoint.storage import CheckpointDirectory, Retention
 from megalite.config.errors import UserError
 from megalite.data.document_mask import SampleSource
 from megalite.data.gpt_dataset import Datasets
@@ -24,7 +24,7 @@ from megalite.data.splits import split_sizes
 from megalite.distributed.collectives import barrier
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece, whole
-from megalite.estimate.model import training_flops_per_token
+from megalite.estimate.model import AdapterWork, training_flops_per_token
 from megalite.models.gpt import GPTStage, units_of
 from megalite.models.stages import stage_spans
 from megalite.nn.module import Build, initialize_pieces, specs_of
@@ -150,9 +150,13 @@ class Run:
         config = self.config
         if config.peft.peft == "none":
             return None
-        plan = plan_adapter(config.peft, config.model, self.prepared.vocab_size, self.mesh.world)
+        classes = None if self.classes is None else len(self.classes)
+        plan = plan_adapter(config.peft, config.model, self.prepared.vocab_size, self.mesh.world, classes)
         plan.apply(self.stages, mesh=self.mesh, precision=self.precision, seed=config.training.seed)
         return plan
+
+    def _adapter_work(self) -> AdapterWork | None:
+        return None if self.adapter is None else self.adapter.work(self.config.model, head=self.classes is not None)
 
     def _initialize(self, pieces: Iterable[Piece]) -> None:
         """Fill what is held of the parameters, with zeros where values are loaded later."""
@@ -193,11 +197,13 @@ class Run:
         """The frozen weights, of `--load-hf` or a checkpoint, and what the adapter starts from."""
         config = self.config
         if base is None and config.checkpoint.pretrained_checkpoint is not None:
-            base = find_checkpoint(Path(config.checkpoint.pretrained_checkpoint), None)
+            base, _ = resume.locate_together(config.checkpoint, self.mesh, resume.locate_base)
         self._load_base()
         if base is not None:
             resume.load_frozen(base, mesh=self.mesh, stages=self.stages, optimizer=self.optimizer)
             self.say(f"loaded {base.path} (frozen weights)")
+        elif config.finetune.load_hf is None:
+            self.say("the frozen weights are random: neither --load-hf nor --pretrained-checkpoint is given")
         text = config.peft.prompt_init_text
         tokens = None if text is None else self.prepared.tokenizer.tokenize(text)
         plan.fill(self.stages, self.optimizer.parameter_pieces().values(), prompt_tokens=tokens)
@@ -350,7 +356,7 @@ class Run:
             state=self.state,
             microbatches=self._training_data(),
             timers=Timers(config.logging.timing_log_level, mesh.device),
-            flops_per_token=partial(training_flops_per_token, config.model, outputs),
+            flops_per_token=partial(training_flops_per_token, config.model, outputs, adapter=self._adapter_work()),
             on_first_gradients=self._dump if config.training.dump_grads is not None else None,
         )
 
@@ -369,6 +375,7 @@ class Run:
                 datasets=self.datasets,
                 state=self.state,
                 total_iterations=self.total_iterations,
+                adapter=self._adapter_work(),
             )
         )
         return Loop(

@@ -47,6 +47,7 @@ def test_the_task_and_the_order_follow_from_the_data() -> None:
         ("", "for finetune.py also --sft-data"),
         ("--sft-data a --mock-data", "--mock-data and --sft-data exclude each other"),
         ("--sft-data a --data-path b", "--data-path and --sft-data exclude each other"),
+        ("--sft-data a --skip-train", "--skip-train leaves nothing to do: give --sft-valid-data or --sft-valid-share"),
         ("--sft-data a --task lm", "--task lm learns from --data-path"),
         ("--mock-data --sft-packing", "--sft-packing needs --task sft"),
         ("--mock-data --sft-valid-data a", "--sft-valid-data a needs --sft-data"),
@@ -72,6 +73,12 @@ def test_what_sft_data_makes_meaningless_is_told() -> None:
         "--reset-attention-mask",
         "--eod-mask-loss",
     ]
+
+
+def test_an_interval_without_anything_to_validate_on_is_told() -> None:
+    (line,) = without_effect(given("--sft-data a --eval-interval 5 --eval-iters 2"))
+    assert line == "--eval-interval 5 has no effect without --sft-valid-data or --sft-valid-share"
+    assert without_effect(given("--sft-data a --eval-interval 5 --eval-iters 2 --sft-valid-share 0.1")) == []
 
 
 NETWORK = ModelConfig(

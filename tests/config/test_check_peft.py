@@ -8,8 +8,12 @@ import pytest
 
 from megalite.config.check import check
 from megalite.config.check_peft import lora_parts, target_names
+from megalite.config.entry import read_config
+from megalite.config.errors import FlagError
+from megalite.config.fields import section_names
 from megalite.config.schema import DataConfig, LearningRateConfig, ModelConfig, RunConfig, TrainingConfig
 from megalite.config.schema_peft import PeftConfig
+from tests.config.launch_lists import SMALL
 
 
 def _problems(*, model: dict[str, Any] | None = None, layout: dict[str, Any] | None = None, **peft: Any) -> list[str]:
@@ -61,6 +65,37 @@ def test_an_unknown_target_gets_the_list_of_valid_names() -> None:
 def test_combinations_that_cannot_work_are_refused(peft: dict[str, Any], said: str) -> None:
     problems = _problems(**peft)
     assert any(said in problem for problem in problems), problems
+
+
+def _read(words: str, told: dict[str, Any]) -> RunConfig:
+    argv = f"--load-adapter folder {SMALL} {words}".split()
+    return read_config(argv, "p", "d", 1, sections=section_names(), adapter_loader=lambda folder: told)[0]
+
+
+def test_the_folder_of_an_adapter_decides_and_flags_may_only_agree() -> None:
+    lora = {"peft": "lora", "lora_rank": 4, "lora_alpha": 8, "use_rslora": False}
+    assert _read("--lora-rank 4 --lora-dropout 0.1", lora).peft.lora_alpha == 8
+    for words, message in (
+        ("--lora-rank 16", "--lora-rank 16: --load-adapter folder has 4; leave the flag out"),  # a default, yet given
+        ("--use-rslora", "--use-rslora: --load-adapter folder has False"),
+        ("--peft prefix", "--peft prefix: --load-adapter folder has lora"),
+        ("--lora-target-modules q_proj", "--lora-target-modules q_proj: --load-adapter folder has targets of its own"),
+        ("--num-virtual-tokens 3", "--num-virtual-tokens 3 needs --peft prefix or prompt"),
+    ):
+        with pytest.raises(FlagError) as raised:
+            _read(words, lora)
+        assert str(raised.value).startswith(message)
+        assert len(str(raised.value).splitlines()) == 1
+    with pytest.raises(FlagError, match="--num-virtual-tokens 9 and --seq-length"):
+        _read("", {"peft": "prompt", "num_virtual_tokens": 9})
+    with pytest.raises(FlagError, match="--prompt-init-text a: --load-adapter folder has vectors of its own"):
+        _read("--prompt-init-text a --seq-length 8", {"peft": "prompt", "num_virtual_tokens": 3})
+
+
+def test_what_frozen_tables_make_meaningless_is_told() -> None:
+    argv = f"{SMALL} --peft lora --decoupled-lr 1e-3".split()
+    notes = read_config(argv, "p", "d", 1, sections=section_names())[1]
+    assert any(note.startswith("--decoupled-lr 0.001 has no effect with --peft lora") for note in notes)
 
 
 def test_virtual_tokens_and_the_layout() -> None:

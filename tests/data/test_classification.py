@@ -118,5 +118,5 @@ def test_sets_for_training_and_validation_share_their_classes(tmp_path: Path) ->
 def test_one_class_or_none_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="all labels are 'positive'"):
         read(tmp_path, LINES[:1])
-    with pytest.raises(UserError, match="it has no texts"):
+    with pytest.raises(UserError, match="it has no samples"):
         read(tmp_path, [])

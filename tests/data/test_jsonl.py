@@ -30,6 +30,7 @@ def test_lines_keep_their_numbers_over_blank_lines_byte_order_marks_and_compress
         (rb'{"a": {"b": "\ufdd0"}}', r":2: it holds U\+FDD0, which is no character"),
         ('{"a": "\ufdd3"}'.encode(), r":2: it holds U\+FDD3"),
         (b"[" * 100_000, r":2: broken JSON"),
+        (b'{"a": [{"b": 1, "c": 2, "b": 3}]}', r':2: the key "b" occurs twice in an object'),
     ],
 )
 def test_a_bad_line_is_told_by_file_and_line(tmp_path: Path, content: bytes, message: str) -> None:
@@ -41,6 +42,8 @@ def test_a_bad_line_is_told_by_file_and_line(tmp_path: Path, content: bytes, mes
 def test_a_missing_file_or_another_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--flag .*none\.jsonl: no such file"):
         list(read_lines(str(tmp_path / "none.jsonl"), "--flag"))
+    with pytest.raises(UserError, match=r"--flag .* is a folder: name its files"):
+        list(read_lines(str(tmp_path), "--flag"))
     for name in ("a.parquet", "a.txt.gz"):
         with pytest.raises(UserError, match="JSON lines are needed"):
             list(read_lines(str(tmp_path / name), "--flag"))

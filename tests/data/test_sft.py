@@ -164,6 +164,7 @@ BAD = [
     ({"prompt": "a", "completion": 5}, "completion must be a string, not 5"),
     ({"prompt": None, "completion": "a"}, "prompt must be a string, not null"),
     ({"prompt": "a"}, "messages, or prompt and completion, are needed; the line's keys: prompt"),
+    ({"prompt": "a", "completion": "b", "messages": CONVERSATION}, "messages and also prompt and completion"),
     ({"conversations": []}, "the line's keys: conversations"),
     ({}, "the line's keys: none"),
 ]
@@ -234,6 +235,12 @@ def test_the_first_lines_show_what_is_wrong_with_flags_and_files(tmp_path: Path)
     assert "no chat template" in template
     (end,) = problems(NoEnd())
     assert "end-of-document id" in end
+    assert problems(chat_template="none.jinja") == ["--chat-template none.jinja: No such file or directory"]
+    (long,) = problems(seq_length=1)
+    assert "a.jsonl:1: an answer has" in long
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (empty,) = problems(valid_data=[str(tmp_path / "empty.jsonl")])
+    assert empty.endswith("empty.jsonl: it has no samples")
     assert len(problems(valid_share=1.0)) == 1
     assert len(problems(valid_share=0.5, valid_data=[good])) == 1
 

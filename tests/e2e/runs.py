@@ -177,13 +177,14 @@ class Program:
     fault: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     torchrun: bool | None = None
+    script: Path = SCRIPT
 
     def __post_init__(self) -> None:
         self.mark = uuid.uuid4().hex
         self.begin = time.monotonic()
         torchrun = self.processes > 1 if self.torchrun is None else self.torchrun
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.processes)] if torchrun else []
-        script = [str(SCRIPT)] if self.fault is None else [str(FAULTY_SCRIPT), self.fault]
+        script = [str(self.script)] if self.fault is None else [str(FAULTY_SCRIPT), self.fault]
         self._files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by wait)
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
         self.process = subprocess.Popen(

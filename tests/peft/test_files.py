@@ -14,7 +14,8 @@ from megalite.config.errors import FlagError, UserError
 from megalite.config.schema_peft import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.peft.adapter import plan_adapter
-from megalite.peft.files import read_adapter, settle
+from megalite.peft.convert import from_peft
+from megalite.peft.files import base_note, read_adapter, settle
 from tests.models.hf_models import VOCABULARY, llama_like
 from tests.peft.interop import make_and_save, stages_of
 
@@ -63,6 +64,15 @@ def test_a_folder_that_is_missing_or_damaged_is_named(base: Path) -> None:
         {"modules_to_save": ["embed_tokens"]},
         {"num_transformer_submodules": 2},
         {"lora_alpha": "much"},
+        {"peft_type": ["LORA"]},
+        {"r": 2.5},
+        {"alpha_pattern": [8]},
+        {"alpha_pattern": {"(": 8}},
+        {"use_rslora": "yes"},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"an_option_of_tomorrow": 3},
+        {"target_modules": "("},
+        {"target_modules": [3]},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -84,6 +94,77 @@ def test_an_adapter_of_another_model_is_refused_in_one_message(base: Path, value
     with pytest.raises(UserError, match="is an adapter of another model:\n  ") as caught:
         _load(other, folder)
     assert len(str(caught.value).splitlines()) <= 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"target_modules": ["q_proj", "k_proj", "v_proj"]},
+            r"o_proj: it has matrices, and target_modules doesn't mean",
+        ),
+        ({"target_modules": r".*\.[qkv]_proj"}, r"o_proj: it has matrices"),
+        ({"exclude_modules": ["k_proj"]}, r"k_proj: it has matrices"),
+        ({"layers_to_transform": [0]}, r"layers\.1\.self_attn\.k_proj: it has matrices"),
+        (
+            {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]},
+            "up_proj: target_modules means it, and",
+        ),
+    ],
+    ids=["less", "pattern", "excluded", "layers", "more"],
+)
+def test_matrices_are_those_that_the_configuration_means(base: Path, changes: dict[str, Any], message: str) -> None:
+    folder = _save(base, {"peft": "lora"})
+    _edit(folder, **changes)
+    with pytest.raises(UserError, match=message):
+        _load(base, folder)
+    _edit(folder, target_modules=r".*\.[qkvo]_proj", exclude_modules=None, layers_to_transform=[0, 1])
+    _load(base, folder)
+    _edit(folder, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "c_attn"])  # of other models too
+    _load(base, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {name: tensor.int() for name, tensor in t.items()}, "no number format"),
+        (lambda t: {name: tensor * torch.nan for name, tensor in t.items()}, "aren't finite"),
+        (lambda t: {**t, "base_model.model.model.embed_tokens.weight": torch.zeros(3)}, "embed_tokens"),
+        (lambda t: {**t, "base_model.model.score.weight": torch.zeros(3, 32)}, "is of a classifier"),
+    ],
+    ids=["int", "nan", "embedding", "head"],
+)
+def test_tensors_that_have_no_place_are_refused(base: Path, change: Any, message: str) -> None:
+    folder = _save(base, {"peft": "lora"})
+    path = folder / "adapter_model.safetensors"
+    save_file(change(load_file(path)), path)
+    with pytest.raises(UserError, match=message):
+        _load(base, folder)
+
+
+@pytest.mark.parametrize("changes", [{"r": 8}, {"rank_pattern": {"q_proj": 8}}])
+def test_ranks_are_those_that_the_configuration_says(base: Path, changes: dict[str, Any]) -> None:
+    folder = _save(base, {"peft": "lora"})
+    _edit(folder, **changes)
+    with pytest.raises(UserError, match=r"_proj has matrices of rank 16, but adapter_config\.json says 8"):
+        _load(base, folder)
+
+
+@pytest.mark.parametrize("shape", [(3, 32), (2, 48)])
+def test_a_head_must_be_of_as_many_classes_and_as_wide(base: Path, shape: tuple[int, int]) -> None:
+    folder = _save(base, {"peft": "prompt"})
+    path = folder / "adapter_model.safetensors"
+    save_file({**load_file(path), "base_model.model.score.weight": torch.zeros(shape)}, path)
+    (model,) = stages_of(str(base), single_process_mesh())
+    with pytest.raises(UserError, match="its head is of shape"):
+        from_peft(read_adapter(folder), model.config, VOCABULARY, 2)
+
+
+def test_an_adapter_of_another_name_is_told(base: Path) -> None:
+    folder = _save(base, {"peft": "lora"})
+    for name, told in ((None, False), (str(base), False), ("hub/base", False), ("hub/other", True)):
+        _edit(folder, base_model_name_or_path=name)
+        assert (base_note(folder, str(base)) is not None) == told
 
 
 def test_an_adapter_for_some_layers_only_is_refused(base: Path) -> None:

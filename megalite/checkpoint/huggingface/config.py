@@ -18,8 +18,10 @@ from megalite.checkpoint.huggingface.classes import read_classes
 from megalite.checkpoint.huggingface.fields import Fields
 from megalite.checkpoint.huggingface.registry import ARCHITECTURES
 from megalite.checkpoint.storage import CONFIG_FILE, read_json
+from megalite.config.check_network import model_problems
 from megalite.config.fields import all_fields
-from megalite.config.schema import ModelConfig
+from megalite.config.limits import problems_of_values
+from megalite.config.schema import ModelConfig, RunConfig
 from megalite.nn.attention_backend import bounded_window
 
 # Fields of ModelConfig that don't decide what the network computes in evaluation.
@@ -68,12 +70,16 @@ def read_huggingface_config(directory: str | Path) -> HuggingFaceModel:
 def parse_config(values: Mapping[str, Any], where: str) -> HuggingFaceModel:
     """As `read_huggingface_config`, from the file's object; `where` names it."""
     kind = values.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise CheckpointError(f"{where}: model_type {kind!r} is not supported; there are {', '.join(ARCHITECTURES)}")
     architecture, fields = ARCHITECTURES[kind], Fields(values, where)
     vocab_size = fields.take("vocab_size", int)
     model = ModelConfig(**architecture.read(fields))
     fields.finish()
+    described = RunConfig(model=model)
+    problems = [*problems_of_values(described)] or [*model_problems(described)]
+    if problems:
+        raise CheckpointError(f"{where} describes a network that can't be: {'; '.join(problems)}")
     return HuggingFaceModel(architecture, model, vocab_size, read_classes(values, where))
 
 

@@ -60,9 +60,14 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     index = read_index(source)
     check_files(source, index.files)
     tensors = {key.removeprefix(_PREFIX): info for key, info in index.tensors().items() if key.startswith(_PREFIX)}
+    config = read_config(source)
+    if EMBEDDING not in tensors and config.peft.peft != "none":
+        raise CheckpointError(
+            f"{source.path} holds only what was trained beside a model; tools/merge_adapter.py adds what finetune.py "
+            "wrote for --save-adapter to the model's own folder"
+        )
     if EMBEDDING not in tensors:
         raise CheckpointError(f"{source.path} holds no {_PREFIX}{EMBEDDING}: it is no checkpoint of a GPT")
-    config = read_config(source)
     known = origin(source.path.parent, config.tokenizer)
     architecture, values = _config_json(config, tensors, known)
     plan = list(_plan(architecture, tensors))

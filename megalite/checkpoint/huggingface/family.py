@@ -103,7 +103,7 @@ def read_qwen_window(fields: Fields, layers: int) -> str | None:
     """`window_size` from Qwen's four fields. A window on some layers only is refused."""
     used = fields.take("use_sliding_window", bool, False)
     window = fields.take("sliding_window", int, 4096, nullable=True)
-    first = fields.take("max_window_layers", int, 28)
+    first = fields.take("max_window_layers", int, 28, minimum=0)
     kinds = fields.take("layer_types", list, None)
     if kinds is None:
         kinds = ["sliding_attention" if used and window and n >= first else "full_attention" for n in range(layers)]

@@ -56,11 +56,11 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values, self.where = dict(values), where
 
-    def take(self, name: str, kind: type, default: Any = REQUIRED, *, nullable: bool = False) -> Any:
+    def take(self, name: str, kind: type, default: Any = REQUIRED, *, nullable: bool = False, minimum: int = 1) -> Any:
         """The value of a field, which then counts as understood; `default` where it is absent.
 
         null is returned as None where it means something (`nullable`), else it is as if absent. A `CheckpointError`
-        names a field that is missing or of another type.
+        names a field that is missing, of another type, or a whole number below `minimum`.
         """
         absent = name not in self.values
         value = self.values.pop(name, None)
@@ -74,6 +74,8 @@ class Fields:
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             self.refuse(name, value, f"it must be of type {kind.__name__}")
+        if kind is int and isinstance(value, int) and value < minimum:
+            self.refuse(name, value, f"it must be at least {minimum}")
         return value
 
     def choose(self, name: str, allowed: Collection[Any], default: Any) -> Any:

@@ -135,7 +135,7 @@ class TensorFiles:
 def new_folder(target: Path) -> Iterator[Path]:
     """A temporary folder that becomes `target` (absent or empty) when the block ends well; else nothing of it stays.
 
-    What the operating system refuses becomes a `CheckpointError` that names the target.
+    What the operating system refuses, or safetensors for it, becomes a `CheckpointError` that names the target.
     """
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
@@ -147,7 +147,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         if target.exists():
             target.rmdir()
         os.rename(temporary, target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{target} was not written: {reason(error)}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,73 @@
+"""The FLOPs of a training step, against those of the matrix products that torch counts in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megalite.config.resolve import resolve
+from megalite.distributed.launch import Environment
+from megalite.distributed.mesh import single_process_mesh
+from megalite.estimate.memory import estimate_memory
+from megalite.peft.modules import widths_of
+from megalite.training.prepare import prepare_config
+from megalite.training.run import Run
+from tests.peft.runs import adapter_config
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("none", {}),
+        ("lora", {}),
+        ("lora", {"lora_target_modules": ["q_proj,v_proj,down_proj"]}),
+        ("prefix", {}),
+    ],
+    ids=["all", "lora", "lora beside some", "prefix"],
+)
+def test_a_step_costs_what_the_formula_says(kind: str, more: dict[str, Any]) -> None:
+    config = resolve(adapter_config(kind, attention_backend="unfused", **more), 1)
+    run = Run(prepare_config(config, Environment()), single_process_mesh())
+    model, length = config.model, config.data.seq_length
+    assert length is not None
+    assert model.num_layers is not None
+    assert model.num_attention_heads is not None
+    assert model.kv_channels is not None
+    counts = {torch.ops.aten.addmm_: _product}
+    with FlopCounterMode(display=False, custom_mapping=counts) as counter:
+        record = run.trainer.step()
+    run.close()
+    formula = run.trainer.flops_per_token(length)
+    # The kernel multiplies the whole square, of which the formula counts the half below the diagonal.
+    formula += 6.0 * model.num_layers * length * model.num_attention_heads * model.kv_channels
+    # The embedding is frozen, so nothing asks for the gradient of the first layer's input, nor of queries without LoRA.
+    if run.adapter is not None:
+        formula -= 2.0 * sum(widths_of("q_proj", model)[0] * widths_of(part, model)[1] for part in _QKV)
+        formula -= 2.0 * sum(
+            run.adapter.scales[p].rank * widths_of(p, model)[0] for p in _QKV if p in run.adapter.scales
+        )
+    if kind == "prefix":
+        attended = length + config.peft.num_virtual_tokens
+        formula -= 2.0 * attended * model.num_attention_heads * model.kv_channels
+    assert counter.get_total_flops() / record.consumed_tokens == pytest.approx(formula, rel=1e-12)
+
+
+def _product(into: torch.Size, a: torch.Size, b: torch.Size, **_: Any) -> int:
+    """Of the product that is added to a weight's gradient, which torch doesn't count."""
+    return 2 * a[0] * a[1] * b[1]
+
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def test_frozen_parameters_have_no_state_and_are_not_shared_out() -> None:
+    config = resolve(adapter_config("lora", fp64=False, bf16=True), 1)
+    config.layout.data_parallel_sharding_strategy = "optim_grads_params"
+    whole, part = (
+        estimate_memory(config, count, 131, fused_attention=True, ranks=4, frozen=count - 400) for count in (400, 1400)
+    )
+    assert (part.main_gradients, part.main_parameters, part.moments) == (400, 400, 800)
+    assert part.parameters == whole.parameters + 2000 == 2200

@@ -1,0 +1,74 @@
+"""Checkpoints that hold an adapter alone: what must be named beside them, and what differs from the run before."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.checkpoint.errors import CheckpointError
+from megalite.config.resolve import resolve
+from megalite.config.schema import RunConfig
+from megalite.distributed.launch import Environment
+from megalite.distributed.mesh import single_process_mesh
+from megalite.training.prepare import prepare_config
+from megalite.training.run import Run
+from tests.peft.runs import adapter_config
+
+
+def start(config: RunConfig, *, save: Path | None = None) -> None:
+    if save is not None:
+        config.checkpoint.save = str(save)
+    run = Run(prepare_config(resolve(config, 1), Environment()), single_process_mesh())
+    run.trainer.step()
+    run.save()
+    run.close()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in `model`, and a LoRA beside it in `lora`."""
+    folder = tmp_path_factory.mktemp("runs")
+    start(adapter_config("none"), save=folder / "model")
+    start(adapter_config("lora", pretrained_checkpoint=str(folder / "model")), save=folder / "lora")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("lora", {"load": "lora"}, "holds an adapter alone, trained with --pretrained-checkpoint .*: give that too"),
+        (
+            "lora",
+            {"load": "lora", "pretrained_checkpoint": "none"},
+            "--pretrained-checkpoint .*none holds no checkpoint",
+        ),
+        (
+            "prompt",
+            {"load": "lora", "pretrained_checkpoint": "model"},
+            "is of a run with --peft lora, and this one has",
+        ),
+        ("none", {"load": "lora"}, "holds only what a run with --peft lora trained beside a model"),
+        ("none", {"pretrained_checkpoint": "lora"}, "holds only what a run with --peft lora trained"),
+        ("lora", {"pretrained_checkpoint": "lora"}, "holds only what a run with --peft lora trained"),
+        ("lora", {"load": "model"}, "is of a run with --peft none, and this one has --peft lora; a checkpoint of the"),
+    ],
+)
+def test_what_does_not_go_together_is_told(kind: str, values: dict[str, str], message: str, folders: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        start(adapter_config(kind, **{name: str(folders / folder) for name, folder in values.items()}))
+
+
+def test_what_changes_the_adapter_or_its_model_is_told(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folders / "model", tmp_path / "moved")
+    base: dict[str, Any] = {"load": str(folders / "lora"), "pretrained_checkpoint": str(folders / "model")}
+    start(adapter_config("lora", **base))
+    assert "replaces the checkpoint's" not in capsys.readouterr().out
+    start(adapter_config("lora", **base | {"lora_alpha": 5.0, "pretrained_checkpoint": str(tmp_path / "moved")}))
+    said = capsys.readouterr().out
+    assert "--lora-alpha 5.0 replaces the checkpoint's --lora-alpha 32" in said
+    assert f"moved replaces the checkpoint's --pretrained-checkpoint {folders / 'model'}" in said
