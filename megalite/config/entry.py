@@ -49,16 +49,31 @@ def read_config(
     `checkpoint_config_loader` serves `--use-checkpoint-args`, `base_model_loader` `--load-hf`.
     """
     config, explicit, notes = parse_flags(argv, program, description, sections)
-    fill_from_preset(config, explicit)
-    if config.finetune.load_hf is not None and base_model_loader is not None:
-        fill_from_base_model(config, *base_model_loader(config.finetune.load_hf), explicit)
-    if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
-        notes += _load_and_fill(config, explicit, checkpoint_config_loader)
+    notes += fill(
+        config, explicit, checkpoint_config_loader=checkpoint_config_loader, base_model_loader=base_model_loader
+    )
     used, idle = drop_idle(config, world_size)
     problems = check(config, world_size) + not_built(used)
     if problems:
         raise FlagError("\n".join(problems))
     return resolve(config, world_size), [*notes, *idle, *without_effect(config)]
+
+
+def fill(
+    config: RunConfig,
+    explicit: Collection[str],
+    *,
+    checkpoint_config_loader: CheckpointConfigLoader | None = None,
+    base_model_loader: BaseModelLoader | None = None,
+) -> list[str]:
+    """Set what the command line didn't give (`explicit`: what it did) and `--preset`, the folder of `--load-hf` or a
+    checkpoint knows. Returns notes for the user; a FlagError says what is missing or contradicts."""
+    fill_from_preset(config, explicit)
+    if config.finetune.load_hf is not None and base_model_loader is not None:
+        fill_from_base_model(config, *base_model_loader(config.finetune.load_hf), explicit)
+    if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
+        return _load_and_fill(config, explicit, checkpoint_config_loader)
+    return []
 
 
 def fill_from_preset(config: RunConfig, explicit: Collection[str]) -> None:

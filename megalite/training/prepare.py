@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from megalite.checkpoint.checkpoint import read_config as read_checkpoint_config
 from megalite.config.batches import batch_size_stages
-from megalite.config.entry import read_config
+from megalite.config.entry import fill, read_config
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import CheckpointConfig, RunConfig
 from megalite.data import check as data_check
@@ -89,6 +89,11 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         torch.use_deterministic_algorithms(True)
     threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)
     return Prepared(config, list(notes), environment, device, threads, backend, tokenizer)
+
+
+def fill_config(config: RunConfig, explicit: Collection[str]) -> list[str]:
+    """As `config.entry.fill`, for a program that parses flags of its own: with what reads folders and checkpoints."""
+    return fill(config, explicit, checkpoint_config_loader=_checkpoint_config, base_model_loader=read_base_model)
 
 
 def _refuse(problems: list[str]) -> None:
