@@ -11,15 +11,20 @@ if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.cli import run_tool
+from megalite.config.fields import section_names
 from megalite.config.flags import FlagParser, build_parser, explicit_fields, parse_namespace, read_run
 
-DESCRIPTION = "Run a layout and one process from the same start and compare losses and all gradients. Exit status: 0 equal, 1 not, 2 bad flags."  # noqa: E501
+DESCRIPTION = "Run a layout and one process from the same start and compare losses and all gradients. Takes the flags of a run of pretrain_gpt.py or finetune.py. Exit status: 0 equal, 1 not, 2 bad flags."  # noqa: E501
 
 
 def parser() -> FlagParser:
-    flags = build_parser("verify_parallel.py", DESCRIPTION)
+    flags = build_parser("verify_parallel.py", DESCRIPTION, section_names(), megatron=True)
     add = flags.add_argument_group("proof", "everything else: the flags of a run").add_argument
-    add("--shrink", action="store_true", help="replace network, batch and data by small ones of the same structure")
+    add(
+        "--shrink",
+        action="store_true",
+        help="small network, batch and data of the same structure; --load-hf then gives the structure alone",
+    )
     add("--processes", type=int, metavar="N", help="processes of the layout (default: TP x PP x CP, twice if 8 allow)")
     add("--matrix", type=int, metavar="N", help="prove all layouts of up to N processes instead of the given one")
     add("--tolerance", type=float, default=1e-10, help="largest relative difference that is equal (default: 1e-10)")
@@ -31,17 +36,19 @@ def parser() -> FlagParser:
 def main(arguments: list[str]) -> int:
     given, notes = parse_namespace(parser(), arguments)
     from megalite.distributed.pool import WorkerError, WorkerTimeout
+    from megalite.training.prepare import fill_config
     from megalite.verify.report import prove_matrix, prove_one
 
+    config = read_run(given)
+    notes += fill_config(config, explicit_fields(given))
     for note in notes:
         print(note, file=sys.stderr)
-    config, explicit = read_run(given), explicit_fields(given)
     try:
         if given.matrix is not None:
-            rows = prove_matrix(config, explicit, processes=given.matrix, steps=given.steps, tolerance=given.tolerance)
+            rows = prove_matrix(config, processes=given.matrix, steps=given.steps, tolerance=given.tolerance)
         else:
             size = {"processes": given.processes, "shrunk": given.shrink}
-            rows = prove_one(config, explicit, **size, steps=given.steps, tolerance=given.tolerance)
+            rows = prove_one(config, **size, steps=given.steps, tolerance=given.tolerance)
     except (WorkerError, WorkerTimeout) as error:
         print(f"NOT COMPARED, a run failed: {error}", file=sys.stderr)
         return 1

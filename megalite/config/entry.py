@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from typing import Any
 
@@ -29,6 +30,17 @@ BaseModelLoader = Callable[[str], tuple[ModelConfig, TokenizerConfig, tuple[str,
 # Fields of `PeftConfig` that the folder of `--load-adapter` decides.
 AdapterLoader = Callable[[str], Mapping[str, Any]]
 
+
+@dataclass(frozen=True)
+class Loaders:
+    """What reads the folders that flags name: for `--use-checkpoint-args`, `--load-hf`, `--load-adapter`. What is None
+    isn't read."""
+
+    checkpoint_config: CheckpointConfigLoader | None = None
+    base_model: BaseModelLoader | None = None
+    adapter: AdapterLoader | None = None
+
+
 ACTIVATIONS = {"swiglu", "squared_relu", "openai_gelu"}
 NOT_FROM_CHECKPOINT = {"preset", "attention_backend", "attention_softmax_in_fp32", "init_method_std", "label_smoothing"}
 # What a pretrained network says, and the command line may say otherwise.
@@ -44,30 +56,34 @@ def read_config(
     world_size: int,
     *,
     sections: Sequence[str] | None = None,
-    checkpoint_config_loader: CheckpointConfigLoader | None = None,
-    base_model_loader: BaseModelLoader | None = None,
-    adapter_loader: AdapterLoader | None = None,
+    loaders: Loaders | None = None,
 ) -> tuple[RunConfig, list[str]]:
     """The resolved configuration of a run on `world_size` processes, and notes for the user, one line each.
 
     The notes say which flags are ignored or have no effect and what came from a checkpoint; rank 0 prints them. A
     FlagError holds all problems, one a line. `sections`: whose flags there are; None: those of pretraining.
-    `checkpoint_config_loader` serves `--use-checkpoint-args`, `base_model_loader` `--load-hf`, `adapter_loader`
-    `--load-adapter`.
     """
     config, explicit, notes = parse_flags(argv, program, description, sections)
-    fill_from_preset(config, explicit)
-    if config.finetune.load_hf is not None and base_model_loader is not None:
-        fill_from_base_model(config, *base_model_loader(config.finetune.load_hf), explicit)
-    if config.peft.load_adapter is not None and adapter_loader is not None:
-        fill_from_adapter(config, adapter_loader(config.peft.load_adapter), explicit)
-    if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
-        notes += _load_and_fill(config, explicit, checkpoint_config_loader)
+    notes += fill(config, explicit, loaders or Loaders())
     used, idle = drop_idle(config, world_size)
     problems = check(config, world_size) + not_built(used)
     if problems:
         raise FlagError("\n".join(problems))
     return resolve(config, world_size), [*notes, *idle, *without_effect(config)]
+
+
+def fill(config: RunConfig, explicit: Collection[str], loaders: Loaders) -> list[str]:
+    """Set what the command line didn't give (`explicit`: what it did) and `--preset`, the folders of `--load-hf` and
+    `--load-adapter` or a checkpoint know. Returns notes for the user; a FlagError says what is missing or
+    contradicts."""
+    fill_from_preset(config, explicit)
+    if config.finetune.load_hf is not None and loaders.base_model is not None:
+        fill_from_base_model(config, *loaders.base_model(config.finetune.load_hf), explicit)
+    if config.peft.load_adapter is not None and loaders.adapter is not None:
+        fill_from_adapter(config, loaders.adapter(config.peft.load_adapter), explicit)
+    if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
+        return _load_and_fill(config, explicit, loaders.checkpoint_config)
+    return []
 
 
 def fill_from_preset(config: RunConfig, explicit: Collection[str]) -> None:

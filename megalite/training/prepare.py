@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from megalite.checkpoint.checkpoint import read_config as read_checkpoint_config
 from megalite.config.batches import batch_size_stages
-from megalite.config.entry import read_config
+from megalite.config.entry import Loaders, fill, read_config
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import CheckpointConfig, RunConfig
 from megalite.data import check as data_check
@@ -64,9 +64,7 @@ def prepare(
         description=description,
         world_size=environment.world_size,
         sections=sections,
-        checkpoint_config_loader=_checkpoint_config,
-        base_model_loader=read_base_model,
-        adapter_loader=read_adapter_flags,
+        loaders=_loaders(),
     )
     return prepare_config(config, environment, notes)
 
@@ -94,6 +92,15 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
     if config.peft.load_adapter is not None and config.finetune.load_hf is not None:
         notes = [*notes, *filter(None, [base_note(config.peft.load_adapter, config.finetune.load_hf)])]
     return Prepared(config, list(notes), environment, device, threads, backend, tokenizer)
+
+
+def fill_config(config: RunConfig, explicit: Collection[str]) -> list[str]:
+    """As `config.entry.fill`, for a program that parses flags of its own: with what reads folders and checkpoints."""
+    return fill(config, explicit, _loaders())
+
+
+def _loaders() -> Loaders:
+    return Loaders(_checkpoint_config, read_base_model, read_adapter_flags)
 
 
 def _refuse(problems: list[str]) -> None:

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields, replace
+from pathlib import Path
 
 from megalite.config.check import check, not_built
 from megalite.config.errors import FlagError
 from megalite.config.resolve import parse_window, pipeline_units, resolve, virtual_stages
 from megalite.config.schema import CheckpointConfig, LayoutConfig, LoggingConfig, RunConfig
+from megalite.config.schema_finetune import FinetuneConfig
 from megalite.training.prepare import run_problems
+from megalite.verify.samples import write_samples
 
 _WHERE_NOT_HOW = ("device", "threads_per_rank", "distributed_backend", "distributed_timeout_minutes")
+_VIRTUAL = ("prefix", "prompt")
+_SMALL_VOCABULARY = 130
 _RECOMPUTE = ("activations", "granularity", "method", "num_layers", "modules")
 
 
 def for_proof(config: RunConfig, steps: int) -> RunConfig:
-    """The same computation in float64 on CPUs, one thread a rank, reading and writing no run's files."""
+    """The same computation in float64 on CPUs, one thread a rank, from the same weights; it resumes and writes
+    nothing."""
     config = copy.deepcopy(config)
     config.precision = replace(config.precision, bf16=False, fp16=False, fp64=True, grad_reduce_in_bf16=False)
     config.layout.device, config.layout.threads_per_rank, config.layout.distributed_backend = "cpu", 1, None
-    config.checkpoint, config.logging = CheckpointConfig(), LoggingConfig()
+    config.checkpoint, config.logging = _starting_weights(config.checkpoint), LoggingConfig()
+    config.peft.save_adapter = None
     config.data.num_workers = 0
     config.validation.eval_iters = 0
     if config.training.train_samples is None:
@@ -30,6 +37,13 @@ def for_proof(config: RunConfig, steps: int) -> RunConfig:
     # Fused kernels drop out from a stream of their own, and their choice is the GPU's: the plain one is the proof.
     config.model.attention_backend = "unfused" if config.model.attention_dropout else "auto"
     return config
+
+
+def _starting_weights(given: CheckpointConfig) -> CheckpointConfig:
+    kept = CheckpointConfig(pretrained_checkpoint=given.pretrained_checkpoint)
+    if given.finetune:  # --load with the weights alone
+        kept.load, kept.ckpt_step, kept.finetune = given.load, given.ckpt_step, True
+    return kept
 
 
 def on_one_process(config: RunConfig) -> RunConfig:
@@ -43,9 +57,10 @@ def on_one_process(config: RunConfig) -> RunConfig:
     return config
 
 
-def shrink(config: RunConfig, data_parallel_size: int) -> RunConfig:
+def shrink(config: RunConfig, data_parallel_size: int, folder: Path | None = None) -> RunConfig:
     """A network and batch of seconds in place of the given, with the same structure: layout, kinds of layer, ratio of
-    heads to groups, positions, biases, dropout. Data from a rule. `config`: resolved."""
+    heads to groups, positions, biases, dropout, kind of adapter and its targets. Random weights; data from a rule,
+    that of fine-tuning in `folder`. `config`: resolved."""
     config = copy.deepcopy(config)
     model, layout, training = config.model, config.layout, config.training
     tp, pp, chunks = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, virtual_stages(config)
@@ -67,31 +82,55 @@ def shrink(config: RunConfig, data_parallel_size: int) -> RunConfig:
         layout.num_virtual_stages_per_pipeline_rank = chunks if chunks > 1 else None
     elif model.num_layers > 48:
         raise FlagError("--shrink keeps uneven stages as they are: give fewer --num-layers")
-    _small_batch(config, length=16 * tp * layout.context_parallel_size)
+    _small_batch(config, 16 * tp * layout.context_parallel_size, folder)
     training.micro_batch_size = min(training.micro_batch_size or 1, 2)
     training.global_batch_size = training.micro_batch_size * data_parallel_size * 2 * pp
     return config
 
 
-def _small_batch(config: RunConfig, length: int) -> None:
+def _small_batch(config: RunConfig, length: int, folder: Path | None) -> None:
     """Sequences of `length` tokens from a rule, and a constant batch size."""
+    config.tokenizer = replace(
+        config.tokenizer, tokenizer_type="NullTokenizer", tokenizer_model=None, vocab_size=_SMALL_VOCABULARY
+    )
+    _small_finetuning(config, length, folder)
+    is_mock = config.finetune.sft_data is None
     config.data = replace(
-        config.data, mock_data=True, data_path=None, train_data_path=None, valid_data_path=None, test_data_path=None,
+        config.data, mock_data=is_mock, data_path=None, train_data_path=None, valid_data_path=None, test_data_path=None,
         data_args_path=None, seq_length=length,
     )  # fmt: skip
-    config.model.max_position_embeddings = length
+    virtual = config.peft.num_virtual_tokens if config.peft.peft in _VIRTUAL else 0
+    config.model.max_position_embeddings, config.model.model_vocab_size = length + virtual, None
     if config.model.window_size is not None and parse_window(config.model.window_size)[0] >= 0:
         config.model.window_size = f"{length // 4},0"  # narrow enough to matter
     config.model.make_vocab_size_divisible_by = min(config.model.make_vocab_size_divisible_by, 8)
-    config.tokenizer = replace(config.tokenizer, tokenizer_type="NullTokenizer", tokenizer_model=None, vocab_size=130)
     config.training.rampup_batch_size = config.training.step_batch_size_schedule = None
     config.layout.microbatch_group_size_per_virtual_pipeline_stage = None
 
 
-def for_matrix(config: RunConfig) -> RunConfig:
+def _small_finetuning(config: RunConfig, length: int, folder: Path | None) -> None:
+    """Weights from nowhere, samples from a rule in `folder`, and an adapter of the same kind."""
+    given, peft = config.finetune, config.peft
+    if peft.load_adapter is not None:
+        raise FlagError(
+            f"--load-adapter {peft.load_adapter} doesn't fit a small network: name its kind (--peft) and what it is "
+            "beside (--lora-target-modules) instead"
+        )
+    config.checkpoint, config.finetune = CheckpointConfig(), FinetuneConfig(task=given.task)
+    if given.sft_data is not None:
+        assert folder is not None
+        path = write_samples(folder, given.task or "sft", length=length, vocab_size=_SMALL_VOCABULARY)
+        config.finetune.sft_data, config.finetune.sft_packing = [path], given.sft_packing
+    if peft.peft in _VIRTUAL:  # with sequence parallelism a prompt is cut over up to so many ranks
+        peft.num_virtual_tokens = 4 * config.layout.tensor_model_parallel_size
+    if peft.prompt_init_text is not None:
+        peft.prompt_init_text = "3 1 4"
+
+
+def for_matrix(config: RunConfig, folder: Path | None = None) -> RunConfig:
     """A small network of the given kinds of layer that every layout of up to TP 4 x PP 4 x VPP 2 x DP 2 can run.
 
-    Grouped queries get two groups, fewer than TP 4, so that keys and values are copied there.
+    Grouped queries get two groups, fewer than TP 4, so that keys and values are copied there. `folder`: as in `shrink`.
     """
     config = copy.deepcopy(config)
     model = config.model
@@ -99,7 +138,7 @@ def for_matrix(config: RunConfig) -> RunConfig:
     model.num_layers, model.num_attention_heads, model.hidden_size = 8, 4, 32
     model.num_query_groups = 2 if model.group_query_attention else 1
     model.ffn_hidden_size, model.kv_channels = 96, 8
-    _small_batch(config, length=16)
+    _small_batch(config, 16, folder)
     config.training.micro_batch_size, config.training.global_batch_size = 1, 8
     return config
 

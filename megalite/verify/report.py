@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from megalite.config.entry import fill_from_preset
 from megalite.config.errors import FlagError
 from megalite.config.schema import RunConfig
+from megalite.config.schema_peft import PeftConfig
+from megalite.distributed.launch import Environment
 from megalite.distributed.pool import ProcessPool
+from megalite.training.prepare import prepare_config
 from megalite.verify.compare import Difference
 from megalite.verify.configs import for_matrix, for_proof, resolved, shrink
 from megalite.verify.layouts import variants
@@ -61,27 +64,24 @@ def _world(config: RunConfig, processes: int | None) -> int:
     return 2 * least if 2 * least <= 8 else least
 
 
-def prove_one(
-    config: RunConfig,
-    explicit: Collection[str],
-    *,
-    processes: int | None,
-    shrunk: bool,
-    steps: int,
-    tolerance: float,
-) -> list[Row]:
-    """Prove the given layout and print the verdict."""
-    if config.model.preset is not None:
-        fill_from_preset(config, explicit)
+def _checked(config: RunConfig, world: int) -> RunConfig:
+    """`config` resolved. A FlagError for what a worker would find wrong with files, in place of a run that fails."""
+    return prepare_config(resolved(config, world), Environment(0, world, 0, world)).config
+
+
+def prove_one(config: RunConfig, *, processes: int | None, shrunk: bool, steps: int, tolerance: float) -> list[Row]:
+    """Prove the given layout and print the verdict. `config`: filled, not resolved."""
     world = _world(config, processes)
     config = for_proof(config, steps)
-    if shrunk:
-        config = shrink(resolved(config, world), _described_dp(config, world))
-    with ProcessPool(world) as pool:
-        difference = Prover(pool, steps).prove(config, world)
+    with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
+        if shrunk:
+            config = shrink(resolved(config, world), _described_dp(config, world), Path(folder))
+        trained = _trained(_checked(config, world).peft)
+        with ProcessPool(world) as pool:
+            difference = Prover(pool, steps).prove(config, world)
     text, _ = _described(config, world)
     row = Row(text, world, difference, difference.worst <= tolerance)
-    print(f"{text} against one process, {steps} steps in float64: largest relative differences")
+    print(f"{text} against one process, {steps} steps in float64{trained}: largest relative differences")
     print(f"  {'loss':60} {difference.loss:.3g}\n  {'gradient norm':60} {difference.norm:.3g}")
     for name, value in list(difference.parameters.items())[:_SHOWN]:
         print(f"  {'gradient of ' + name:60} {value:.3g}")
@@ -98,24 +98,33 @@ def _described_dp(config: RunConfig, world: int) -> int:
     return world // used
 
 
+def _trained(peft: PeftConfig) -> str:
+    """What is trained, where that isn't the whole model."""
+    if peft.peft == "lora":
+        return ", LoRA (B starts from random numbers, so that A has a gradient)"
+    return "" if peft.peft == "none" else f", {peft.peft} tuning"
+
+
 def _verdict(row: Row, tolerance: float) -> str:
     if row.equal:
         return f"EQUAL within {tolerance:g}" + (", losses and norms bit for bit" if row.difference.bitwise else "")
     return f"NOT EQUAL: {row.difference.worst:.3g} is over {tolerance:g}"
 
 
-def prove_matrix(
-    config: RunConfig, explicit: Collection[str], *, processes: int, steps: int, tolerance: float
-) -> list[Row]:
-    """Prove every layout of up to `processes` processes of a small network of the given structure; print a table."""
+def prove_matrix(config: RunConfig, *, processes: int, steps: int, tolerance: float) -> list[Row]:
+    """Prove every layout of up to `processes` processes of a small network of the given structure; print a table.
+    `config`: filled, not resolved."""
     if processes < 1:
         raise FlagError(f"--matrix {processes} must be at least 1")
-    if config.model.preset is not None:
-        fill_from_preset(config, explicit)
-    small = for_matrix(for_proof(config, steps))
+    with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
+        return _prove_all(for_matrix(for_proof(config, steps), Path(folder)), processes, steps, tolerance)
+
+
+def _prove_all(small: RunConfig, processes: int, steps: int, tolerance: float) -> list[Row]:
     chosen = list(variants(processes))
     rows = []
-    print(f"{len(chosen)} layouts of up to {processes} processes against one, {steps} steps in float64")
+    what = f"{steps} steps in float64{_trained(small.peft)}"
+    print(f"{len(chosen)} layouts of up to {processes} processes against one, {what}")
     print(f"{'layout':44} {'loss':>9} {'norm':>9} {'gradients':>9}  verdict")
     with ProcessPool(min(processes, 8)) as pool:
         prover = Prover(pool, steps)

@@ -1,22 +1,30 @@
 """What a run computes, as numbers to compare.
 
 Key idea: one process and any layout are the same program with other layout flags, so both are traced by the same
-function: losses and gradient norms of some steps, and every parameter's whole gradient at the first.
+function: losses and gradient norms of some steps, and every trained parameter's whole gradient at the first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megalite.config.schema import RunConfig
+from megalite.distributed import random
 from megalite.distributed.launch import Environment
 from megalite.distributed.mesh import Mesh
+from megalite.distributed.param_spec import ZEROS
+from megalite.peft.apply import is_trained
 from megalite.training.dump import gather_gradients
 from megalite.training.prepare import prepare_config
 from megalite.training.run import Run
+
+_STIRRED = 0.05  # deviation of what is added
 
 
 @dataclass(frozen=True)
@@ -28,12 +36,32 @@ class Trace:
     gradients: dict[str, Tensor]
 
 
+@torch.no_grad()
+def stir(run: Run) -> None:
+    """Add random numbers, the same in any layout, to an adapter's weights that start from zeros.
+
+    While LoRA's B is zero its A has no gradient, and there would be nothing to compare.
+    """
+    if run.adapter is None:
+        return
+    for piece in run.optimizer.parameter_pieces().values():
+        if is_trained(piece.name) and piece.spec.init == ZEROS:
+            key = random.fold(run.config.training.seed, "proof", piece.name)
+            for _, start, view in piece.held():
+                numbers = torch.empty_like(view)
+                random.fill_normal(numbers, key, _STIRRED, piece.spec.shape, start)
+                view.add_(numbers)
+    run.optimizer.parameters_loaded(with_state=False)
+
+
 def trace(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int) -> Trace | None:
     """Run `steps` steps of the resolved configuration `values` (`RunConfig.to_dict`) on this rank. The first rank
     returns the trace, the others None. Collective over the mesh."""
     size = mesh.world.size
     environment = Environment(mesh.rank, size, mesh.rank, size)
-    run = Run(prepare_config(RunConfig.from_dict(values), environment), mesh)
+    with contextlib.redirect_stdout(io.StringIO()):  # a proof prints one line for many runs
+        run = Run(prepare_config(RunConfig.from_dict(values), environment), mesh)
+    stir(run)
     gradients: dict[str, Tensor] = {}
 
     def keep(loss_scale: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megalite.config.check import check, without_effect
-from megalite.config.entry import read_config
+from megalite.config.entry import Loaders, read_config
 from megalite.config.errors import FlagError
 from megalite.config.fields import section_names
 from megalite.config.flags import parse_flags
@@ -101,7 +101,7 @@ def read(words: str, classes: tuple[str, ...] | None = None) -> RunConfig:
         return NETWORK, TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="folder"), classes
 
     argv = f"{RUN} {words}".split()
-    return read_config(argv, "p", "d", 1, sections=section_names(), base_model_loader=load)[0]
+    return read_config(argv, "p", "d", 1, sections=section_names(), loaders=Loaders(base_model=load))[0]
 
 
 def test_network_and_tokenizer_come_from_the_base_model() -> None:

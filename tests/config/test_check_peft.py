@@ -8,7 +8,7 @@ import pytest
 
 from megalite.config.check import check
 from megalite.config.check_peft import lora_parts, target_names
-from megalite.config.entry import read_config
+from megalite.config.entry import Loaders, read_config
 from megalite.config.errors import FlagError
 from megalite.config.fields import section_names
 from megalite.config.schema import DataConfig, LearningRateConfig, ModelConfig, RunConfig, TrainingConfig
@@ -69,7 +69,7 @@ def test_combinations_that_cannot_work_are_refused(peft: dict[str, Any], said: s
 
 def _read(words: str, told: dict[str, Any]) -> RunConfig:
     argv = f"--load-adapter folder {SMALL} {words}".split()
-    return read_config(argv, "p", "d", 1, sections=section_names(), adapter_loader=lambda folder: told)[0]
+    return read_config(argv, "p", "d", 1, sections=section_names(), loaders=Loaders(adapter=lambda folder: told))[0]
 
 
 def test_the_folder_of_an_adapter_decides_and_flags_may_only_agree() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalite.config.schema import RunConfig
@@ -19,6 +18,7 @@ from megalite.training.dump import gather_gradients
 from megalite.training.prepare import prepare_config
 from megalite.training.run import Run
 from megalite.verify.configs import resolved
+from megalite.verify.trace import stir
 from tests.verify.networks import network
 
 
@@ -56,18 +56,6 @@ def adapter_config(peft: str, *, llama: bool = True, **overrides: Any) -> RunCon
 
 def _frozen(run: Run) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p, _ in specs_of(run.stages) if not p.requires_grad}
-
-
-@torch.no_grad()
-def stir(run: Run) -> None:
-    """Give LoRA's B values, so that A has a gradient at the first step."""
-    for piece in run.optimizer.parameter_pieces().values():
-        if piece.name.endswith(".b"):
-            for _, start, view in piece.held():
-                rows = torch.arange(start[0], start[0] + view.shape[0], dtype=view.dtype)
-                rows = rows.view(-1, *[1] * (view.ndim - 1)) + torch.arange(view.shape[-1]) + start[-1]
-                view.copy_(torch.sin(rows).expand_as(view) * 0.05)
-    run.optimizer.parameters_loaded(with_state=False)
 
 
 def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int, directory: str | None = None) -> Outcome:

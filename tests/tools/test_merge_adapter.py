@@ -41,7 +41,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(131, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-def _build(config: RunConfig, vocab_size: int, mesh: Mesh) -> GPTStage:
+def build_model(config: RunConfig, vocab_size: int, mesh: Mesh) -> GPTStage:
     assert config.model.num_layers is not None
     span = whole_model(config.model.num_layers)
     return GPTStage(Build(config.model, mesh, FP32), vocab_size, span, choose_backend(config, "cpu"))
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_megalite_merges_as_its_hugging_face_folder_does(tool: M
     base, adapter, run = tmp_path / "base", tmp_path / "adapter", tmp_path / "run"
     llama_like("Llama").save_pretrained(base)
     make_and_save(single_process_mesh(), str(base), {"peft": "lora"}, str(adapter))
-    huggingface_to_megalite(base, run, _build)
+    huggingface_to_megalite(base, run, build_model)
     one, other = tmp_path / "one", tmp_path / "other"
     assert tool.main(["--load-hf", str(base), "--adapter", str(adapter), "--hf", str(one)]) == 0
     assert tool.main(["--load", str(run), "--adapter", str(adapter), "--hf", str(other)]) == 0

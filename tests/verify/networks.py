@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
 from megalite.config.schema import LayoutConfig, LearningRateConfig, ModelConfig, RunConfig, TokenizerConfig
+from megalite.config.schema_finetune import FinetuneConfig
+from megalite.config.schema_peft import PeftConfig
 from megalite.verify.configs import for_matrix, for_proof
 
 STEPS = 10
+ALL_LINEAR = ["all-linear"]
+REPLACED = ["samples.jsonl"]  # the proof writes its own
+FINETUNING: dict[str, tuple[FinetuneConfig, PeftConfig]] = {
+    "packed answers, LoRA": (
+        FinetuneConfig(sft_data=REPLACED, sft_packing=True),
+        PeftConfig("lora", lora_rank=3, lora_target_modules=ALL_LINEAR),
+    ),
+    "packed answers, all weights": (FinetuneConfig(sft_data=REPLACED, sft_packing=True), PeftConfig()),
+    "answers, prefix": (FinetuneConfig(sft_data=REPLACED), PeftConfig("prefix")),
+    "packed answers, prompt": (FinetuneConfig(sft_data=REPLACED, sft_packing=True), PeftConfig("prompt")),
+    "labels, LoRA with dropout": (
+        FinetuneConfig(task="classification", sft_data=REPLACED),
+        PeftConfig("lora", lora_rank=3, lora_dropout=0.2, lora_target_modules=ALL_LINEAR),
+    ),
+}
+"""What a run learns, and which added weights learn it."""
+Case = TypeVar("Case")
 
 
-def network(*, tied: bool = True, dropout: float = 0.0, llama: bool = False, steps: int = STEPS) -> RunConfig:
-    """GPT-2's or Llama's kinds of layer with 131 ids, a prime: padded vocabularies are always exercised."""
+def network(
+    *,
+    tied: bool = True,
+    dropout: float = 0.0,
+    llama: bool = False,
+    steps: int = STEPS,
+    finetuning: str | None = None,
+    folder: Path | None = None,
+) -> RunConfig:
+    """GPT-2's or Llama's kinds of layer with 131 ids, a prime: padded vocabularies are always exercised.
+
+    `finetuning`: one of FINETUNING, with its samples in `folder`; None: pretraining.
+    """
     model = ModelConfig(
         hidden_dropout=dropout,
         attention_dropout=dropout,
@@ -25,4 +60,24 @@ def network(*, tied: bool = True, dropout: float = 0.0, llama: bool = False, ste
         learning_rate=LearningRateConfig(lr=1e-3, lr_decay_style="constant"),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=130),
     )
-    return for_matrix(for_proof(config, steps))
+    if finetuning is not None:
+        config.finetune, config.peft = FINETUNING[finetuning]
+    return for_matrix(for_proof(config, steps), folder)
+
+
+def covering(
+    cases: Sequence[Case],
+    values: Callable[[Case], list[tuple[str, Hashable]]],
+    together: int,
+    cost: Callable[[Case], int],
+) -> list[Case]:
+    """Few of the cases in which all values that occur `together` (in twos: 2) in any do; of equally good ones the
+    cheaper."""
+    found = [set(itertools.combinations(values(case), together)) for case in cases]
+    missing = set().union(*found)
+    chosen = []
+    while missing:
+        best = max(range(len(cases)), key=lambda number: len(found[number] & missing) - cost(cases[number]) / 100)
+        chosen.append(cases[best])
+        missing -= found[best]
+    return chosen

@@ -7,7 +7,7 @@ default a part of it runs in which every two values of different axes meet.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections.abc import Hashable
 
 import pytest
 
@@ -15,7 +15,7 @@ from megalite.distributed.pool import ProcessPool
 from megalite.verify.layouts import SHARDINGS, Variant, variants
 from megalite.verify.proof import Prover
 from megalite.verify.trace import Trace
-from tests.verify.networks import network
+from tests.verify.networks import covering, network
 
 TOLERANCE = 1e-10
 RECOMPUTE = (None, "full", "selective")
@@ -34,7 +34,7 @@ FULL: list[Case] = [
 ]
 
 
-def _values(case: Case) -> list[tuple[str, object]]:
+def _values(case: Case) -> list[tuple[str, Hashable]]:
     variant, tied, dropout, _ = case
     return [
         ("tp", (variant.tp, variant.sequence_parallel)),
@@ -44,18 +44,6 @@ def _values(case: Case) -> list[tuple[str, object]]:
         ("tied", tied),
         ("dropout", dropout),
     ]
-
-
-def _pairwise(cases: list[Case]) -> list[Case]:
-    """Few of the cases in which every pair of values that occurs in any occurs."""
-    pairs = {id(case): set(itertools.combinations(_values(case), 2)) for case in cases}
-    missing = set().union(*pairs.values())
-    chosen = []
-    while missing:
-        best = max(cases, key=lambda case: len(pairs[id(case)] & missing) - case[0].processes / 100)
-        chosen.append(best)
-        missing -= pairs[id(best)]
-    return chosen
 
 
 def _name(case: Case) -> str:
@@ -79,7 +67,7 @@ def _check(pool: ProcessPool, truths: dict[str, Trace], case: Case, steps: int) 
         assert difference.bitwise, difference
 
 
-@pytest.mark.parametrize("case", _pairwise(FULL), ids=_name)
+@pytest.mark.parametrize("case", covering(FULL, _values, 2, lambda case: case[0].processes), ids=_name)
 def test_layout_equals_one_process(pool: ProcessPool, truths: dict[str, Trace], case: Case) -> None:
     _check(pool, truths, case, 5)
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import Box
 from megalite.distributed.pool import ProcessPool
 from megalite.optimizer.copies import CopySums
 from megalite.training.trainer import Trainer
+from megalite.verify.configs import resolved
 from megalite.verify.layouts import Variant
 from megalite.verify.proof import Prover
 from megalite.verify.trace import Trace, trace
-from tests.verify.networks import network
+from tests.verify.networks import FINETUNING, network
 
 TOLERANCE = 1e-10
 SEQUENCE_PARALLEL = (
@@ -26,10 +29,16 @@ SEQUENCE_PARALLEL = (
     "linear_fc2.bias",
 )
 """Parameters that each tensor-parallel rank applies to its part of the tokens."""
+REPLICATED = (
+    *(f"linear_qkv.lora.{part}_proj.a" for part in "qkv"),
+    *(f"linear_fc1.lora.{part}_proj.a" for part in ("gate", "up")),
+    "linear_proj.lora.o_proj.b",
+    "linear_fc2.lora.down_proj.b",
+)
 Values = dict[str, dict[str, Any]]
 
 
-def _no_copy_sums(mesh: Mesh, values: Values, steps: int) -> Trace | None:
+def no_copy_sums(mesh: Mesh, values: Values, steps: int) -> Trace | None:
     """Sequence parallelism whose norm gradients stay partial."""
     with mock.patch.object(CopySums, "reduce", return_value=None):
         return trace(mesh, values, steps)
@@ -76,7 +85,7 @@ def _local_normaliser(mesh: Mesh, values: Values, steps: int) -> Trace | None:
 @pytest.mark.parametrize(
     ("variant", "tracer", "where"),
     [
-        (Variant(tp=2, sequence_parallel=True), _no_copy_sums, "gradients"),
+        (Variant(tp=2, sequence_parallel=True), no_copy_sums, "gradients"),
         (Variant(pp=2, schedule="1f1b"), _tied_counted_twice, "norm"),
         (Variant(pp=2, schedule="1f1b"), _swapped_stages, "loss"),
         (Variant(dp=2), _local_normaliser, "loss"),
@@ -94,3 +103,21 @@ def test_a_planted_fault_is_found(pool: ProcessPool, variant: Variant, tracer: A
         wrong = {name for name, value in difference.parameters.items() if value > TOLERANCE}
         assert wrong == {name for name in difference.parameters if name.endswith(SEQUENCE_PARALLEL)}
     assert prover.prove(config, variant.processes).worst <= TOLERANCE
+
+
+def test_a_replicated_factor_whose_gradient_stays_partial_is_found(pool: ProcessPool, tmp_path: Path) -> None:
+    """Of LoRA: A beside a column-parallel layer, B beside a row-parallel one."""
+    prover, variant = Prover(pool, steps=1), Variant(tp=2, sequence_parallel=True)
+    config = variant.apply(network(llama=True, finetuning="packed answers, LoRA", folder=tmp_path, steps=1))
+    difference = prover.prove(config, 2, tracer=no_copy_sums)
+    wrong = {name for name, value in difference.parameters.items() if value > TOLERANCE}
+    assert wrong == {name for name in difference.parameters if name.endswith(REPLICATED)}
+    assert min(difference.parameters[name] for name in wrong) > 1e-3
+
+
+@pytest.mark.parametrize("kind", FINETUNING)
+def test_every_trained_weight_has_a_gradient_to_compare(pool: ProcessPool, tmp_path: Path, kind: str) -> None:
+    config = network(llama=True, tied=False, finetuning=kind, folder=tmp_path, steps=1)
+    (found,) = pool.run(trace, 1, resolved(config, 1).to_dict(), 1, layout=Layout())
+    assert isinstance(found, Trace)
+    assert all(gradient.abs().max() > 1e-6 * found.norms[0] for gradient in found.gradients.values())
