@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megalite.config.entry import read_config
+from megalite.config.entry import Loaders, read_config
 from megalite.config.errors import FlagError
 from megalite.config.schema import CheckpointConfig, RunConfig
 from tests.config.launch_lists import GPT3_175B, LLAMA3_8B, LLAMA3_8B_FP8, LLAMA3_8B_SHARDING, SMALL
@@ -27,7 +27,7 @@ def read(words: str, world_size: int = 1, stored: Mapping[str, Any] | None = Non
         assert config.load == "folder"
         return stored
 
-    return read_config(words.split(), "p", "d", world_size, checkpoint_config_loader=load)
+    return read_config(words.split(), "p", "d", world_size, loaders=Loaders(checkpoint_config=load))
 
 
 def refused(words: str, world_size: int = 1) -> list[str]:

@@ -124,7 +124,9 @@ def test_a_run_from_a_checkpoint_is_proved(tool: ModuleType, base: Path, answers
     ],
 )
 def test_bad_flags_are_told_before_any_process_starts(
-    tool: ModuleType, base: Path, answers: str, more: list[str], message: str
+    tool: ModuleType, base: Path, answers: str, more: list[str], message: str, tmp_path: Path
 ) -> None:
+    adapter = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
     with pytest.raises(FlagError, match=message):
-        tool.main(_flags(base, answers, *more))
+        tool.main(_flags(base, answers, *(str(tmp_path) if word == "ADAPTER" else word for word in more)))
