@@ -91,7 +91,8 @@ def check_vocabulary(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """What one corpus gives to one split. `samples`: drawn from it in the whole run."""
+    """What one corpus gives to one split. `samples`: drawn from it in the whole run. `whole`: once at each
+    evaluation."""
 
     split: str
     prefix: str
@@ -100,14 +101,18 @@ class SplitSummary:
     samples_per_epoch: int
     samples: int
     epochs: float
+    whole: bool = False
 
     def line(self) -> str:
         """One line for people."""
-        return (
+        held = (
             f"{self.split}: {self.prefix}: {self.documents:,} documents, {self.tokens_per_epoch:,} tokens and "
-            f"{self.samples_per_epoch:,} samples per epoch; this run draws {self.samples:,} samples = "
-            f"{self.epochs:.2f} epochs" + (" (data is repeated)" if self.epochs > 1 else "")
+            f"{self.samples_per_epoch:,} samples per epoch"
         )
+        if self.whole:
+            return f"{held}; read whole, once, at each evaluation"
+        repeated = " (data is repeated)" if self.epochs > 1 else ""
+        return f"{held}; this run draws {self.samples:,} samples = {self.epochs:.2f} epochs{repeated}"
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.schema import RunConfig
 from megalite.nn.attention_backend import AttentionBackend
@@ -20,6 +22,11 @@ def check(config: RunConfig, vocab_size: int, backend: AttentionBackend, device_
             architecture_of(config.model, vocab_size)
         except CheckpointError as error:
             problems.append(f"--save-adapter {peft.save_adapter}: {error}")
+    if peft.save_adapter is not None and (Path(peft.save_adapter) / "config.json").exists():
+        problems.append(
+            f"--save-adapter {peft.save_adapter} is a model's folder, which would load with the adapter on from then "
+            "on: name a folder of its own"
+        )
     if peft.load_adapter is not None:
         classes = len(config.finetune.class_names or ()) if config.finetune.task == "classification" else None
         try:

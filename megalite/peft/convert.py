@@ -220,9 +220,11 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
             [(s.start, s.stop) for s in rows.slices], partial(_sliced, b)
         )
     names = [lora_name(n, part, "a") for part in scales for n in range(model.num_layers or 0)]
-    if not problems and (not names or set(names) - values.keys()):
-        problems.append("it has adapters in some of the layers only" if names else "it has no adapters")
+    if not problems and not names:
+        problems.append("it has no adapters")
     _refuse(adapter, problems)
+    if set(names) - values.keys():
+        _refuse(adapter, ["layers_to_transform, or targets of single layers"], "has matrices beside some layers alone")
     _refuse(adapter, _untold(adapter, pairs, layers, model), "doesn't hold what its adapter_config.json says")
     ordered = {part: scales[part] for part in LINEAR_OF if part in scales}
     return values, ordered

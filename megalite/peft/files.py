@@ -21,7 +21,7 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.checkpoint.storage import read_json
 from megalite.config.check_peft import contradiction
-from megalite.config.errors import FlagError
+from megalite.config.errors import FlagError, UserError
 from megalite.config.schema_peft import PeftConfig
 from megalite.data.files import replacing
 
@@ -254,8 +254,15 @@ def settle(peft: PeftConfig) -> PeftConfig:
 
 
 def write_adapter(directory: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write both files of a folder, each whole or not at all. A `UserError` where that fails."""
+    """Write both files of a folder, each whole or not at all. A `UserError` where that fails.
+
+    An older adapter's configuration goes first: what a kill leaves is refused, never new weights at an old scale.
+    """
     where = Path(directory)
+    try:
+        (where / CONFIG_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot replace {where / CONFIG_FILE}: {error.strerror or error}") from None
     with replacing(str(where / WEIGHTS_FILE)) as stream:
         stream.write(save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt"}))
     with replacing(str(where / CONFIG_FILE)) as stream:

@@ -14,6 +14,7 @@ from typing import Any
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.huggingface.config import read_huggingface_config
+from megalite.checkpoint.huggingface.files import TensorFiles
 from megalite.checkpoint.huggingface.load import load_huggingface
 from megalite.checkpoint.huggingface.travel import tokenizer_of
 from megalite.checkpoint.huggingface.weights import OUTPUT
@@ -34,6 +35,15 @@ def read_base_model(folder: str) -> tuple[ModelConfig, TokenizerConfig, tuple[st
         raise FlagError(f"--load-hf {folder}: {error}") from None
     found.model.model_vocab_size = found.vocab_size
     return found.model, tokenizer_of(Path(folder), found.vocab_size), found.classes
+
+
+def check_base_weights(folder: str) -> list[str]:
+    """What is wrong with the folder's files of weights, as far as their headers tell."""
+    try:
+        with TensorFiles(folder):
+            return []
+    except CheckpointError as error:
+        return [f"--load-hf: {error}"]
 
 
 def base_names(folder: str, names: Iterable[str]) -> set[str]:

@@ -24,10 +24,13 @@ from megalite.optimizer.schedule import BatchSchedule
 from megalite.peft import check as peft_check
 from megalite.peft.files import base_note, settle
 from megalite.training import resume
-from megalite.training.base_model import read_adapter_flags, read_base_model
+from megalite.training.base_model import check_base_weights, read_adapter_flags, read_base_model
 from megalite.training.metrics import check_sinks
 from megalite.training.plan import Plan
 from megalite.training.task import check_task
+
+MOST_MICROBATCHES = 1 << 16
+"""Of a rank in a step: a schedule lists every one."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         tokenizer = build_tokenizer(config.tokenizer)
         if config.finetune.task != "classification":
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
+        if config.finetune.load_hf is not None and (config.peft.peft != "none" or _starts_fresh(config)):
+            _refuse(check_base_weights(config.finetune.load_hf))
         _refuse([*vocabulary_problems(config, tokenizer), *check_task(config, tokenizer)])
         if config.peft.prompt_init_text is not None and not tokenizer.tokenize(config.peft.prompt_init_text):
             raise FlagError(f"--prompt-init-text {config.peft.prompt_init_text!r} has no tokens: give it some text")
@@ -102,6 +107,11 @@ def fill_config(config: RunConfig, explicit: Collection[str]) -> list[str]:
 
 def _loaders() -> Loaders:
     return Loaders(_checkpoint_config, read_base_model, read_adapter_flags)
+
+
+def _starts_fresh(config: RunConfig) -> bool:
+    """Whether no checkpoint is there to start from."""
+    return resume.locate(config.checkpoint)[0] is None
 
 
 def _refuse(problems: list[str]) -> None:
@@ -142,6 +152,12 @@ def _schedule_problems(config: RunConfig, world_size: int) -> list[str]:
     assert config.training.micro_batch_size is not None
     for _, size in batch_size_stages(config.training, config.data.seq_length):
         microbatches = size // (config.training.micro_batch_size * dp)
+        if microbatches > MOST_MICROBATCHES:
+            problems.append(
+                f"global batch size {size:,} is {microbatches:,} microbatches per data-parallel rank and step; at most "
+                f"{MOST_MICROBATCHES:,} are possible"
+            )
+            continue
         try:
             plan.training(microbatches)
         except UserError as error:

@@ -197,12 +197,25 @@ def check_adapter(directory: CheckpointDirectory, config: RunConfig, *, weights_
         raise CheckpointError(f"{directory.path} holds an adapter alone, trained with {theirs}: give that too")
     lines = [f"{ours} replaces the checkpoint's {theirs}"] if theirs and theirs != ours else []
     fields = all_fields()
+    for name in _SHAPES[saved.peft.peft]:
+        before, now = getattr(saved.peft, name), getattr(config.peft, name)
+        if before != now and saved.peft.load_adapter is config.peft.load_adapter is None:
+            show = fields[f"peft.{name}"].show
+            raise CheckpointError(f"{directory.path} was trained with {show(before)}, and this run has {show(now)}")
     for name in ("lora_alpha", "use_rslora") if saved.peft.peft == "lora" else ():
         before, now = getattr(saved.peft, name), getattr(config.peft, name)
         if before != now:
             show = fields[f"peft.{name}"].show
             lines.append(f"{show(now)} replaces the checkpoint's {show(before)}")
     return lines
+
+
+_SHAPES = {
+    "lora": ("lora_rank", "lora_target_modules"),
+    "prefix": ("num_virtual_tokens", "prefix_projection", "prefix_hidden_size"),
+    "prompt": ("num_virtual_tokens",),
+}
+"""Of each kind of adapter, what its weights' shapes follow from."""
 
 
 def _refuse_adapter(directory: CheckpointDirectory, saved: RunConfig) -> None:

@@ -79,7 +79,7 @@ class Run:
         # Sharded parameters get values from their shards; frozen ones are not sharded.
         without_values = sharding.parameters and config.peft.peft == "none"
         self.stages = self._model(without_values=without_values)
-        self.adapter = self._put_adapter()
+        self.adapter, self._adapter_saved = self._put_adapter(), -1
         self.optimizer = Optimizer(units_of(self.stages), mesh, self.precision, config.optimizer, sharding, transport)
         if without_values:
             self._initialize(self.optimizer.parameter_pieces().values())
@@ -210,10 +210,11 @@ class Run:
         self.optimizer.parameters_loaded(with_state=False)
 
     def save_adapter(self) -> None:
-        """Write the adapter where `--save-adapter` asks for it. Collective over the world."""
+        """Write the adapter where `--save-adapter` asks for it, once a step. Collective over the world."""
         directory = self.config.peft.save_adapter
-        if directory is None or self.adapter is None:
+        if directory is None or self.adapter is None or self._adapter_saved == self.state.iteration:
             return
+        self._adapter_saved = self.state.iteration
         save_adapter(
             directory,
             self.optimizer.parameter_pieces().values(),
@@ -290,7 +291,9 @@ class Run:
             iterator.close()
 
     def save(self) -> None:
-        """Write a checkpoint of the present state, where `--save` asks for any. Collective over the world."""
+        """Write the adapter and a checkpoint of the present state, where they are asked for. Collective over the
+        world."""
+        self.save_adapter()  # first: a disk that is too full for a checkpoint may have room for it
         config = self.config.checkpoint
         if config.save is None:
             return

@@ -66,7 +66,7 @@ def _once_each(summary: SplitSummary, config: RunConfig, drawn: int) -> SplitSum
     if summary.split == "train" or not evaluates_whole(config, size):
         return summary
     times = drawn // (config.validation.eval_iters * batch)
-    return replace(summary, samples=times * size, epochs=float(times))
+    return replace(summary, samples=times * size, epochs=float(times), whole=True)
 
 
 def build_task_datasets(

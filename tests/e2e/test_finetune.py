@@ -253,12 +253,12 @@ def test_a_missing_shard_and_a_broken_line_are_told_once(base: Path, tmp_path: P
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     good.write_text("\n".join(lines))
     bad.write_text("\n".join([*lines, '{"prompt": "a", "completion": ']))
-    for folder, data, message in (
-        (base, bad, f"{bad}:13: broken JSON"),
-        (save_sharded(tmp_path / "hf"), good, "model-00002-of-"),
+    for folder, data, code, message in (
+        (base, bad, 1, f"{bad}:13: broken JSON"),
+        (save_sharded(tmp_path / "hf"), good, 2, "model-00002-of-00005.safetensors is missing"),
     ):
         outcome = tune(f"--load-hf {folder} --sft-data {data}", 2, check=False)
-        assert outcome.codes == (1, 1), outcome
+        assert outcome.codes == (code, code), outcome
         assert outcome.err.count("error: ") == 1, outcome
         assert message in outcome.err, outcome
 

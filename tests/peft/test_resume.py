@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megalite.checkpoint.errors import CheckpointError
+from megalite.config.errors import FlagError
 from megalite.config.resolve import resolve
 from megalite.config.schema import RunConfig
 from megalite.distributed.launch import Environment
 from megalite.distributed.mesh import single_process_mesh
+from megalite.peft.files import write_adapter
 from megalite.training.prepare import prepare_config
 from megalite.training.run import Run
 from tests.peft.runs import adapter_config
@@ -72,3 +75,54 @@ def test_what_changes_the_adapter_or_its_model_is_told(
     said = capsys.readouterr().out
     assert "--lora-alpha 5.0 replaces the checkpoint's --lora-alpha 32" in said
     assert f"moved replaces the checkpoint's --pretrained-checkpoint {folders / 'model'}" in said
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lora_rank": 4}, "was trained with --lora-rank 3, and this run has --lora-rank 4"),
+        ({"lora_target_modules": ["q_proj"]}, "was trained with .*, and this run has --lora-target-modules q_proj"),
+    ],
+)
+def test_another_shape_of_the_adapter_is_told_by_its_flag(values: dict[str, Any], message: str, folders: Path) -> None:
+    given = {"load": str(folders / "lora"), "pretrained_checkpoint": str(folders / "model")}
+    with pytest.raises(CheckpointError, match=message):
+        start(adapter_config("lora", **given, **values))
+
+
+def test_a_kill_between_an_adapter_s_two_files_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_adapter(tmp_path, {"peft_type": "LORA", "r": 1, "lora_alpha": 4}, {"w": torch.ones(1)})
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megalite.peft.files.json.dumps", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_adapter(tmp_path, {"peft_type": "LORA", "r": 1, "lora_alpha": 64}, {"w": torch.full((1,), 2.0)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_model.safetensors"]
+
+
+def test_the_adapter_is_there_although_the_checkpoint_could_not_be_saved(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise CheckpointError("No space left on device")
+
+    monkeypatch.setattr("megalite.training.run.save_checkpoint", full)
+    config = adapter_config("lora", pretrained_checkpoint=str(folders / "model"), save_adapter=str(tmp_path / "lora"))
+    with pytest.raises(CheckpointError, match="No space left"):
+        start(config, save=tmp_path / "run")
+    assert {path.name for path in (tmp_path / "lora").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def test_an_adapter_is_not_saved_into_a_model_s_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FlagError, match="--save-adapter .* is a model's folder"):
+        start(adapter_config("lora", save_adapter=str(tmp_path)))
+
+
+def test_more_microbatches_than_a_schedule_can_list_are_refused() -> None:
+    config = adapter_config("none")
+    config.training.global_batch_size = 1 << 31
+    with pytest.raises(FlagError, match="at most 65,536 are possible"):
+        start(config)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.checkpoint.checkpoint import read_config
@@ -21,7 +21,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import HEAD, Architecture
 from megalite.checkpoint.huggingface.classes import classifier_json, padding_id
 from megalite.checkpoint.huggingface.config import describe_network
-from megalite.checkpoint.huggingface.files import INDEX_FILE, SINGLE_FILE, new_folder
+from megalite.checkpoint.huggingface.files import INDEX_FILE, SINGLE_FILE, Entry, new_folder, write_safetensors
 from megalite.checkpoint.huggingface.parts import Part
 from megalite.checkpoint.huggingface.travel import copy_small_files, copy_tokenizer, origin
 from megalite.checkpoint.huggingface.weights import EMBEDDING
@@ -136,15 +136,29 @@ def _files(plan: list[_Planned], limit: int) -> dict[str, list[_Planned]]:
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, start=1)}
 
 
+class _Parents:
+    """Logical parameters of a checkpoint, the last one kept: its parts follow each other."""
+
+    def __init__(self, checkpoint: Path, index: Index):
+        self.checkpoint, self.index = checkpoint, index
+        self._name, self._value = "", torch.empty(0)
+
+    def part(self, one: _Planned) -> Tensor:
+        if one.parent != self._name:
+            self._value = torch.empty(0)  # let go before the next is read
+            self._name, self._value = one.parent, read_logical(self.checkpoint, self.index, f"{_PREFIX}{one.parent}")
+        return one.part.extract(self._value)
+
+
 def _write_tensors(checkpoint: Path, index: Index, files: dict[str, list[_Planned]], target: Path) -> None:
-    parent, logical = "", torch.empty(0)
+    parents, dtypes = _Parents(checkpoint, index), index.tensors()
     for file, group in files.items():
-        content: dict[str, Tensor] = {}
-        for one in group:
-            if one.parent != parent:
-                parent, logical = one.parent, read_logical(checkpoint, index, f"{_PREFIX}{one.parent}")
-            content[one.part.name] = one.part.extract(logical)
-        save_file(content, target / file, metadata={"format": "pt"})
+        entries = [
+            Entry(one.part.name, one.part.shape, dtypes[f"{_PREFIX}{one.parent}"].dtype, partial(parents.part, one))
+            for one in group
+        ]
+        with open(target / file, "xb") as stream:
+            write_safetensors(stream, entries, {"format": "pt"})
     if len(files) > 1:
         total = sum(one.nbytes for group in files.values() for one in group)
         places = {one.part.name: file for file, group in files.items() for one in group}

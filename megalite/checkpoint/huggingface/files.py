@@ -1,4 +1,4 @@
-"""The tensors of a folder's safetensors files, one file or several with an index.
+"""The tensors of a folder's safetensors files, one file or several with an index; and how such a file is written.
 
 Key idea: opening reads the headers alone; a tensor, or a part of it, is read when it is asked for. So what a rank
 doesn't hold it never reads, and what is missing is known before anything is loaded.
@@ -6,14 +6,16 @@ doesn't hold it never reads, and what is missing is known before anything is loa
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +29,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ALIGNMENT = 8  # bytes that the header's length is a multiple of, as the format asks
 FORMATS = {dtype: name for name, dtype in _DTYPES.items()}
 """The name of each number format in a file's header."""
 
@@ -118,6 +121,8 @@ class TensorFiles:
 
     def _open_file(self, file: str) -> None:
         path = self.directory / file
+        if not path.exists():
+            raise CheckpointError(f"{path} is missing, and {INDEX_FILE} names it")
         try:
             opened = self._stack.enter_context(safe_open(path, framework="pt"))
             for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
@@ -129,6 +134,39 @@ class TensorFiles:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {reason(error)}") from error
         self._files[file] = opened
+
+
+class Entry(NamedTuple):
+    """A tensor to write: `read` gives it when its turn comes."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+def write_safetensors(stream: BinaryIO, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+    """A `.safetensors` file (https://huggingface.co/docs/safetensors), with one of `entries` in memory at a time.
+
+    It is a header of names, formats and places, then the bytes: the header is known beforehand. The library's own
+    writer wants all tensors at once. Wide formats come first, so that every tensor lies at a multiple of its format's
+    size. A `CheckpointError` for a number format that such a file can't hold.
+    """
+    entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    begin = 0
+    for name, shape, dtype, _ in entries:
+        if dtype not in FORMATS:
+            raise CheckpointError(f"{name} is of {dtype}, which has no place in a .safetensors file")
+        end = begin + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": FORMATS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    stream.write(len(text).to_bytes(8, "little") + text)
+    for entry in entries:
+        # In one statement: a name would keep the last tensor while the next is read.
+        stream.write(entry.read().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @contextmanager

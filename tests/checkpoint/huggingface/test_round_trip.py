@@ -224,7 +224,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(f"{name}.export.save_file", full)
+    monkeypatch.setattr(f"{name}.export.write_safetensors", full)
     with pytest.raises(CheckpointError, match="No space left"):
         megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "hf")
     monkeypatch.setattr(f"{name}.convert.write_shards", full)
