@@ -8,6 +8,7 @@ Needs `pip install -e '.[hf]'`: transformers reads the package's file once.
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,10 @@ def main() -> None:
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     folder = Path(sys.argv[1])
+    if folder.exists():
+        sys.exit(f"{folder} is there already")
+    if importlib.util.find_spec("transformers") is None:
+        sys.exit(f"transformers is missing: {sys.executable} -m pip install -e '.[hf]'")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as place:
         packages, made = Path(place) / "packages", Path(place) / "model"

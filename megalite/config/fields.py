@@ -60,6 +60,11 @@ def pretraining_sections() -> list[str]:
     return [name for name in section_names() if name not in FINETUNING]
 
 
+def finetuning_sections() -> list[str]:
+    """The sections that finetune.py has flags for: all, its own first."""
+    return [*FINETUNING, *pretraining_sections()]
+
+
 def section_fields(section: str) -> list[Field]:
     """The fields of one section in order. A KeyError for a section that doesn't exist."""
     if section not in section_names():
