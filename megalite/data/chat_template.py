@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ CHATML = "chatml"  # the name of the built-in template
 Message = Mapping[str, Any]
 _OPEN, _CLOSE = NONCHARACTERS[2], NONCHARACTERS[3]
 _MARKED = re.compile(f"([{_OPEN}{_CLOSE}])")
+_PROBE = "answer0417"  # content that no template writes itself
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -122,10 +124,27 @@ class ChatTemplate:
                 raise self._unstable(f"message {n + 1} is there")
             if not whole.startswith(until):
                 raise self._unstable(f"messages follow message {n + 1}")
-            answer = _answer(until[len(before) :], messages[n], ends_here=ends_here and n == answers[-1])
+            answer = self._answer(until[len(before) :], messages[n], ends_here=ends_here and n == answers[-1])
             result += [Segment(whole[place : len(before)], False), Segment(answer, True)]
             place = len(before) + len(answer)
         return result
+
+    def _answer(self, text: str, message: Message, *, ends_here: bool) -> str:
+        """What the model generates of the text that the template adds for an answer."""
+        if self._ends_turns or not (message.get("content") or "").strip():
+            return text.rstrip()  # an end of turn closes it; nobody generates the blanks that follow
+        return text.rstrip() + EOD_SIGN if ends_here else text
+
+    @cached_property
+    def _ends_turns(self) -> bool:
+        """Whether the template writes anything but blanks after the content of an answer."""
+        try:
+            text = self._render(
+                [{"role": "user", "content": "0"}, {"role": "assistant", "content": _PROBE}], None, False
+            )
+        except UserError:  # it wants another form of conversation, and so is one of those that write much
+            return True
+        return bool(text.rpartition(_PROBE)[2].strip())
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
         try:
@@ -252,14 +271,6 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 def _answers(messages: Sequence[Message]) -> list[int]:
     return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def _answer(text: str, message: Message, *, ends_here: bool) -> str:
-    """What the model generates of the text that a template adds for an answer."""
-    content = (message.get("content") or "").rstrip()
-    if not content or not text.rstrip().endswith(content):
-        return text.rstrip()  # an end of turn closes it; nobody generates the blanks that follow
-    return text.rstrip() + EOD_SIGN if ends_here else text
 
 
 def _marked_segments(text: str) -> list[Segment]:

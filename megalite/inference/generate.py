@@ -48,7 +48,7 @@ class PaddedBatch:
         self.window = bounded_window(model.config)
         self.pads = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         self.tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-        self.cache = KeyValueCache(model, tokens=model.sequence_length(longest + new_tokens), batch=len(prompts))
+        self.cache = KeyValueCache(model, tokens=virtual_tokens(model) + longest + new_tokens, batch=len(prompts))
         self.columns = 0
         self.padded = any(len(prompt) < longest for prompt in prompts)
 

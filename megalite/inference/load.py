@@ -148,7 +148,7 @@ def override(config: RunConfig, given: Mapping[str, Any]) -> RunConfig:
         put(config, path, value)
     config.model.attention_backend = "auto"
     config.model.attention_dropout = config.model.hidden_dropout = 0.0
-    config.data.reset_attention_mask = False
+    config.data.reset_attention_mask = config.finetune.sft_packing = False
     return config
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from megalite.config.schema import RunConfig
@@ -25,9 +27,15 @@ def build_whole(config: RunConfig, vocab_size: int, mesh: Mesh) -> GPTStage:
     return GPTStage(build, vocab_size, whole_model(config.model.num_layers), backend, classes).eval()
 
 
-def outputs(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Logits [b, s, vocabulary] of a whole model for `tokens` [b, s], or a classifier's scores [b, s, classes]."""
+def outputs(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Logits [b, s, vocabulary] of a whole model for `tokens` [b, s], or a classifier's scores [b, s, classes].
+
+    `positions` int64 [s]: of the tokens; None: from 0 on.
+    """
     assert isinstance(model, GPTStage)
     head = model.logits if model.classifier is None else model.classifier
-    result: Tensor = head(model(tokens, plain_info(tokens)))
+    info = plain_info(tokens)
+    if positions is not None:
+        info = replace(info, position_ids=positions[None])
+    result: Tensor = head(model(tokens, info))
     return result.transpose(0, 1)

@@ -197,8 +197,8 @@ class SelfAttention(ShardedModule):
         if rotary is not None:
             q = rotate(q, rotary, interleaved=self.interleaved)
             k = rotate(k, rotary, interleaved=self.interleaved)
+        if self.prefix is not None and info.begins:  # later a cache has it
+            k, v = self.prefix(k, v)
         if info.cache is not None:
             k, v = info.cache.update(self.layer, k, v)
-        if self.prefix is not None:
-            k, v = self.prefix(k, v)
         return self.linear_proj(self.recompute.run("core_attn", self.core, q, k, v, info), info)

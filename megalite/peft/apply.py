@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from megalite.config.check_peft import lora_parts, target_names
 from megalite.config.errors import UserError
@@ -27,7 +26,7 @@ from megalite.nn.transformer import TransformerLayer
 from megalite.nn.virtual_tokens import VirtualTokens
 from megalite.peft.lora import ColumnLora, LowRank, RowLora, Slots
 from megalite.peft.modules import LINEAR_OF, slots_of
-from megalite.peft.virtual import Prefix, Prompt
+from megalite.peft.virtual import Prefix, Prompt, backend_problem
 from megalite.precision.policy import Precision
 
 HEAD = "classifier."  # of a classifier: trained beside any adapter
@@ -70,7 +69,9 @@ def apply_peft(
     """
     if peft.peft == "none":
         return
-    _check_backends(stages, peft)
+    for stage in stages:
+        if (problem := backend_problem(stage.backend, peft.peft, mesh.device.type)) is not None:
+            raise UserError(problem)
     for stage in stages:
         build = Build(stage.config, mesh, precision, weight_gradients=stage.weight_gradients)
         for name, parameter, _ in named_specs(stage):
@@ -81,17 +82,6 @@ def apply_peft(
             _add_virtual(stage, build, peft)
         added = [entry for entry in named_specs(stage) if is_trained(entry[0]) and not entry[0].startswith(HEAD)]
         initialize_pieces((whole(*entry) for entry in added), seed)
-
-
-def _check_backends(stages: Sequence[GPTStage], peft: PeftConfig) -> None:
-    """Refuse attention kernels that take no mask, where the virtual tokens need one."""
-    for backend in {stage.backend for stage in stages}:
-        flash = torch.cuda.is_available() and backend.sdpa == (SDPBackend.FLASH_ATTENTION,)
-        if (backend.kernel == "varlen" and peft.peft != "lora") or (flash and peft.peft == "prefix"):
-            raise UserError(
-                f"--peft {peft.peft}: the attention kernel chosen ({backend.reason}) takes no mask, which virtual "
-                "tokens need here: use --attention-backend unfused"
-            )
 
 
 def layers_of(stage: GPTStage) -> Iterator[TransformerLayer]:

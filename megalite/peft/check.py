@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.schema import RunConfig
+from megalite.nn.attention_backend import AttentionBackend
 from megalite.peft.convert import architecture_of, from_peft
 from megalite.peft.files import read_adapter
+from megalite.peft.virtual import backend_problem
 
 
-def check(config: RunConfig, vocab_size: int) -> list[str]:
-    """Problems of a resolved configuration whose section `peft` is settled: `--save-adapter` needs a Hugging Face
-    architecture that has this network, `--load-adapter` a folder that fits it."""
-    peft, problems = config.peft, []
+def check(config: RunConfig, vocab_size: int, backend: AttentionBackend, device_type: str) -> list[str]:
+    """Problems of a resolved configuration whose section `peft` is settled: virtual tokens need a mask,
+    `--save-adapter` a Hugging Face architecture that has this network, `--load-adapter` a folder that fits it."""
+    peft = config.peft
+    problems = list(filter(None, [backend_problem(backend, peft.peft, device_type)]))
     if peft.save_adapter is not None and peft.peft == "lora":
         try:
             architecture_of(config.model, vocab_size)

@@ -12,10 +12,25 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from megalite.distributed.param_spec import ZEROS, Init, ParamSpec, grouped_qkv, replicated
+from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.linear import linear
 from megalite.nn.module import Build, ShardedModule
+
+
+def backend_problem(backend: AttentionBackend, kind: str, device_type: str) -> str | None:
+    """What is wrong where the virtual tokens of an adapter of this kind need a mask and the attention kernel takes
+    none."""
+    flash = device_type == "cuda" and backend.sdpa == (SDPBackend.FLASH_ATTENTION,)
+    without_mask = (backend.kernel == "varlen" and kind in ("prefix", "prompt")) or (flash and kind == "prefix")
+    if not without_mask:
+        return None
+    return (
+        f"--peft {kind}: the attention kernel chosen ({backend.reason}) takes no mask, which virtual tokens need here: "
+        "use --attention-backend unfused"
+    )
 
 
 def _per_group(build: Build, tail: tuple[int, ...], init: Init, *, weight_decay: bool = True) -> ParamSpec:

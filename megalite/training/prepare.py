@@ -82,7 +82,8 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         _refuse([*vocabulary_problems(config, tokenizer), *check_task(config, tokenizer)])
         if config.peft.prompt_init_text is not None and not tokenizer.tokenize(config.peft.prompt_init_text):
             raise FlagError(f"--prompt-init-text {config.peft.prompt_init_text!r} has no tokens: give it some text")
-        _refuse(peft_check.check(config, config.model.model_vocab_size or tokenizer.vocab_size))
+        rows = config.model.model_vocab_size or tokenizer.vocab_size
+        _refuse(peft_check.check(config, rows, backend, device.type))
     except ValueError as error:
         raise FlagError(str(error)) from error
     if config.training.deterministic_mode:

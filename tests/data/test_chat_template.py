@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megalite.config.errors import FlagError, UserError
-from megalite.data.chat_template import Chat, UnstableTemplateError, load_chat
+from megalite.data.chat_template import Chat, ChatTemplate, UnstableTemplateError, load_chat
 from megalite.data.segments import EOD_SIGN
 from megalite.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from tests.data.chat_files import (
@@ -241,3 +241,18 @@ def test_a_missing_or_broken_template_is_told(tmp_path: Path) -> None:
 def test_no_assistant_turn_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no assistant turn"):
         chat_of(chat_tokenizer(tmp_path)).template.segments(CONVERSATION[:2])
+
+
+@pytest.mark.parametrize("content", [">", "|im_end|>", "<|im_end|>", " yes ", "n"])
+def test_an_answer_that_looks_like_an_end_of_turn_ends_once(content: str) -> None:
+    closes = ChatTemplate("{% for m in messages %}<{{ m.content }}<|im_end|>\n{% endfor %}", "t", {})
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": content},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": content},
+    ]
+    answers = [segment.text for segment in closes.segments(messages) if segment.counted]
+    assert answers == [f"<{content}<|im_end|>"] * 2
+    bare = ChatTemplate("{% for m in messages %}{{ m.content | trim }}\n{% endfor %}", "t", {})
+    assert bare.segments(messages[:2])[-1].text == content.strip() + EOD_SIGN

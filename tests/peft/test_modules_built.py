@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from megalite.config.errors import UserError
+from megalite.config.schema import RunConfig
 from megalite.config.schema_peft import PeftConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.param_spec import check_tiling
 from megalite.distributed.pieces import whole
 from megalite.inference.cache import KeyValueCache
-from megalite.inference.generate import visible_keys
+from megalite.inference.generate import virtual_tokens, visible_keys
 from megalite.models.gpt import plain_info
-from megalite.nn.attention_backend import AttentionBackend
+from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.nn.linear import linear
 from megalite.nn.module import SequenceInfo, named_specs
 from megalite.peft.adapter import plan_adapter
 from megalite.peft.apply import apply_peft, count_parameters, is_trained
+from megalite.peft.virtual import backend_problem
 from tests.helpers import FP64, LLAMA, UNFUSED, data_mesh, tiny_model, tiny_tokens
 
 KINDS = {
@@ -170,7 +173,7 @@ def test_tokens_that_come_in_parts_with_a_cache_give_the_same(kind: str) -> None
     apply_peft([model], KINDS[kind], mesh=mesh, precision=FP64, seed=1)
     pads = torch.tensor([0, 4])
     virtual = model.sequence_length(0)
-    cache = KeyValueCache(model, tokens=9 + virtual, batch=2)
+    cache = KeyValueCache(model, tokens=9 + virtual_tokens(model), batch=2)
     parts = []
     with torch.no_grad():
         for first, last in ((0, 6), (6, 8), (8, 9)):
@@ -220,3 +223,26 @@ def test_counted_tokens_are_counted_without_the_virtual_ones() -> None:
     chosen = torch.tensor([1, 4, 5, 17])  # of [s, b]
     expected = model.token_losses(hidden, labels).flatten()[chosen]
     assert torch.allclose(model.token_losses(hidden, labels, counted=chosen), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "device_type", "refused"),
+    [
+        ("prefix", {"sft_packing": True, "bf16": True}, "cuda", True),
+        ("prompt", {"sft_packing": True, "bf16": True}, "cuda", True),
+        ("lora", {"sft_packing": True, "bf16": True}, "cuda", False),
+        ("prefix", {"attention_backend": "flash", "bf16": True}, "cuda", True),
+        ("prompt", {"attention_backend": "flash", "bf16": True}, "cuda", False),
+        ("prefix", {"attention_backend": "flash"}, "cpu", False),
+        ("prefix", {"sft_packing": True}, "cpu", False),
+    ],
+)
+def test_virtual_tokens_are_refused_with_kernels_that_take_no_mask(
+    kind: str, flags: dict[str, Any], device_type: str, refused: bool
+) -> None:
+    config = RunConfig()
+    config.model.attention_dropout = 0.0
+    for name, value in flags.items():
+        setattr(next(section for section in vars(config).values() if hasattr(section, name)), name, value)
+    problem = backend_problem(choose_backend(config, device_type), kind, device_type)
+    assert (problem is not None) == refused

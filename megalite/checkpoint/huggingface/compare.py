@@ -29,11 +29,11 @@ from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.pieces import whole
 from megalite.nn.module import named_specs
 
-Logits = Callable[[nn.Module, Tensor], Tensor]
-"""Logits [b, s, vocabulary] of a model for tokens [b, s], or a classifier's scores [b, s, classes]."""
+Logits = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""Logits [b, s, vocabulary] of a model for tokens [b, s] at positions [s], or a classifier's scores [b, s, classes]."""
 
 BATCH, LENGTH = 2, 64
-LIMIT = 1e-2  # of the largest logit: rounding stays far below, a wrong conversion is far above
+LIMIT = 1e-4  # of the largest logit: many times the rounding, and a fraction of the least mistake
 
 
 def compare_with_transformers(
@@ -49,16 +49,18 @@ def compare_with_transformers(
         return f"logits not compared: each model needs {needed / 1e9:.0f} GB in fp32"
     config = read_config(checkpoint)
     vocab_size = stored[f"model.{EMBEDDING}"].shape[0]
-    length = min(LENGTH, config.model.max_position_embeddings or LENGTH)
+    furthest = config.model.max_position_embeddings or LENGTH
+    length = min(LENGTH, furthest)
+    positions = torch.linspace(0, furthest - 1, length).long()  # far apart, where a lost rotary scaling shows
     tokens = torch.randint(vocab_size, (BATCH, length), generator=torch.Generator().manual_seed(0))
     if f"model.{HEAD}" in stored:
         padding = read_json(folder / CONFIG_FILE).get("pad_token_id")
         tokens, last = _end_early(tokens, padding, vocab_size)
-        ours = _ours(checkpoint, vocab_size, build, logits, tokens)[torch.arange(len(tokens)), last]
-        theirs = _theirs(folder, tokens, "AutoModelForSequenceClassification")
+        ours = _ours(checkpoint, vocab_size, build, logits, tokens, positions)[torch.arange(len(tokens)), last]
+        theirs = _theirs(folder, tokens, positions, "AutoModelForSequenceClassification")
     else:
-        ours = _ours(checkpoint, vocab_size, build, logits, tokens)
-        theirs = _theirs(folder, tokens, "AutoModelForCausalLM")
+        ours = _ours(checkpoint, vocab_size, build, logits, tokens, positions)
+        theirs = _theirs(folder, tokens, positions, "AutoModelForCausalLM")
     difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
     text = f"{difference:.3g} (largest logit {largest:.3g}) over {tokens.numel()} tokens in fp32"
     if not difference <= LIMIT * largest:  # nan too
@@ -77,25 +79,32 @@ def _end_early(tokens: Tensor, padding: int | None, vocab_size: int) -> tuple[Te
 
 @torch.no_grad()
 def _ours(
-    checkpoint: str | os.PathLike[str], vocab_size: int, build: BuildModel, logits: Logits, tokens: Tensor
+    checkpoint: str | os.PathLike[str],
+    vocab_size: int,
+    build: BuildModel,
+    logits: Logits,
+    tokens: Tensor,
+    positions: Tensor,
 ) -> Tensor:
     config, mesh = read_config(checkpoint), single_process_mesh()
     config.precision = PrecisionConfig()
     model = build(config, vocab_size, mesh)
     pieces = [whole(f"model.{name}", parameter, spec) for name, parameter, spec in named_specs(model)]
     load_checkpoint(checkpoint, mesh=mesh, pieces=pieces)
-    return logits(model, tokens)
+    return logits(model, tokens, positions)
 
 
 @torch.no_grad()
-def _theirs(folder: Path, tokens: Tensor, kind: str) -> Tensor:
+def _theirs(folder: Path, tokens: Tensor, positions: Tensor, kind: str) -> Tensor:
     import transformers  # here, since only this function needs it
 
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     loader = getattr(transformers, kind)
     model = loader.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    result: Tensor = model.eval()(tokens, use_cache=False).logits
+    mask = torch.ones_like(tokens)  # said, or positions apart would be taken for texts apart
+    at = positions.expand_as(tokens)
+    result: Tensor = model.eval()(tokens, attention_mask=mask, position_ids=at, use_cache=False).logits
     return result
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +166,26 @@ def test_a_wrong_conversion_is_told(tmp_path: Path) -> None:
     huggingface_to_megalite(source, tmp_path / "run", build_whole)
     name = "model.layers.1.self_attn.k_proj.weight"
     folders.change_tensors(source, {name: folders.tensors(source)[name].flip(0)})
+    with pytest.raises(CheckpointError, match="the logits differ from those of transformers"):
+        compare.compare_with_transformers(found(tmp_path / "run"), source, build_whole, outputs)
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        ("gpt2", {"activation_function": "gelu"}),
+        ("gpt2", {"layer_norm_epsilon": 1e-4}),
+        ("llama 3 scaling", {"rms_norm_eps": 1e-4}),
+        ("llama 3 scaling", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    ],
+    ids=str,
+)
+def test_a_network_that_was_read_wrongly_is_told(case: str, change: dict[str, Any], tmp_path: Path) -> None:
+    source = folders.save(case, tmp_path / "hf")
+    huggingface_to_megalite(source, tmp_path / "run", build_whole)
+    described = json.loads((source / "config.json").read_text())
+    assert set(change) <= set(described)
+    (source / "config.json").write_text(json.dumps(described | change))
     with pytest.raises(CheckpointError, match="the logits differ from those of transformers"):
         compare.compare_with_transformers(found(tmp_path / "run"), source, build_whole, outputs)
 
