@@ -173,13 +173,17 @@ def test_tools_and_tool_calls_reach_the_template(tmp_path: Path) -> None:
         built_in.template.segments(messages)
 
 
+@pytest.mark.parametrize("text_ends", [True, False], ids=["every turn is closed", "calls alone are"])
 @pytest.mark.parametrize("content", [None, "", " "])
-def test_an_answer_of_tool_calls_alone_ends_with_its_end_of_turn_once(tmp_path: Path, content: str | None) -> None:
+def test_an_answer_of_tool_calls_alone_ends_with_its_end_of_turn_once(
+    tmp_path: Path, content: str | None, text_ends: bool
+) -> None:
     template = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ (message.content or '') | trim }}"
-        "{% for call in message.tool_calls %}{{ call | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% for call in message.tool_calls %}{{ call | tojson }}{% endfor %}"
+        "{% if message.tool_calls or TEXT_ENDS %}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    ).replace("TEXT_ENDS", str(text_ends).lower())
     chat = chat_of(chat_tokenizer(tmp_path, template))
     calls = {"role": "assistant", "content": content, "tool_calls": [{"name": "f"}]}
     messages: list[dict[str, Any]] = [{"role": "user", "content": "q"}, calls, {"role": "tool", "content": "7"}, calls]
