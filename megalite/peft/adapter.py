@@ -23,7 +23,7 @@ from megalite.estimate.model import AdapterWork
 from megalite.models.gpt import GPTStage
 from megalite.nn.module import named_specs
 from megalite.optimizer.gradient_norm import holders
-from megalite.peft.apply import Scale, apply_peft, is_trained, prompt_from_text, scales_of
+from megalite.peft.apply import Scale, apply_peft, prompt_from_text, scales_of
 from megalite.peft.convert import PROMPT, from_peft, to_peft
 from megalite.peft.files import read_adapter, settle, write_adapter
 from megalite.peft.modules import widths_of
@@ -103,12 +103,11 @@ def load_adapter(model: GPTStage, directory: str, *, mesh: Mesh, precision: Prec
 
 
 def gather(pieces: Iterable[Piece], mesh: Mesh, *, sharded: bool) -> dict[str, Tensor]:
-    """Whole adapter parameters on the CPU by global name, from the pieces that ranks hold. Collective: over the world
+    """Whole trained parameters on the CPU by global name, from the pieces that ranks hold. Collective: over the world
     where the data-parallel ranks share them out, else over one replica."""
     parts = [
         (piece.name, piece.spec.shape, start, view.detach().cpu().contiguous())
         for piece in pieces
-        if is_trained(piece.name)
         for box, start, view in piece.held()
         if box.owner == mesh.rank
     ]

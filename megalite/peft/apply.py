@@ -29,9 +29,6 @@ from megalite.peft.modules import LINEAR_OF, slots_of
 from megalite.peft.virtual import Prefix, Prompt, backend_problem
 from megalite.precision.policy import Precision
 
-HEAD = "classifier."  # of a classifier: trained beside any adapter
-_ADDED = (".lora.", ".prefix.", "embedding.prompt.")
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -39,11 +36,6 @@ class Scale:
 
     rank: int
     factor: float
-
-
-def is_trained(name: str) -> bool:
-    """Whether the parameter of this global name is an adapter's, or a classifier's head."""
-    return name.startswith(HEAD) or any(mark in name for mark in _ADDED)
 
 
 def scales_of(peft: PeftConfig, model: ModelConfig) -> dict[str, Scale]:
@@ -74,14 +66,15 @@ def apply_peft(
             raise UserError(problem)
     for stage in stages:
         build = Build(stage.config, mesh, precision, weight_gradients=stage.weight_gradients)
-        for name, parameter, _ in named_specs(stage):
-            parameter.requires_grad_(name.startswith(HEAD))
+        stage.requires_grad_(False)
+        known = set(stage.parameters())
         if peft.peft == "lora":
             _add_lora(stage, build, scales_of(peft, stage.config) if scales is None else scales, peft.lora_dropout)
         else:
             _add_virtual(stage, build, peft)
-        added = [entry for entry in named_specs(stage) if is_trained(entry[0]) and not entry[0].startswith(HEAD)]
-        initialize_pieces((whole(*entry) for entry in added), seed)
+        initialize_pieces((whole(*entry) for entry in named_specs(stage) if entry[1] not in known), seed)
+        if stage.classifier is not None:  # new as well
+            stage.classifier.requires_grad_()
 
 
 def layers_of(stage: GPTStage) -> Iterator[TransformerLayer]:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.huggingface.architecture import Architecture
+from megalite.checkpoint.huggingface.architecture import HEAD, Architecture
 from megalite.checkpoint.huggingface.config import describe_network
 from megalite.config.schema import ModelConfig
 from megalite.config.schema_peft import PeftConfig
 from megalite.distributed.param_spec import Shape
-from megalite.peft.apply import HEAD, Scale
+from megalite.peft.apply import Scale
 from megalite.peft.files import EMBEDDINGS, PREFIX, SCORE, WEIGHTS_FILE, Adapter
 from megalite.peft.modules import (
     LINEAR_OF,
@@ -65,7 +65,7 @@ def to_peft(
     base: str | None,
 ) -> tuple[dict[str, Any], Values]:
     """PEFT's configuration and tensors from whole parameters by global name. `base`: the model's folder, if known."""
-    head = {SCORE: values[f"{HEAD}weight"]} if f"{HEAD}weight" in values else {}
+    head = {SCORE: values[HEAD]} if HEAD in values else {}
     common: dict[str, Any] = {
         "task_type": "SEQ_CLS" if head else "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -189,7 +189,7 @@ def from_peft(
     else:
         values, scales = _virtual_from_peft(adapter, model), {}
     if SCORE in adapter.tensors:
-        values[f"{HEAD}weight"] = adapter.tensors[SCORE]
+        values[HEAD] = adapter.tensors[SCORE]
     return values, scales
 
 

@@ -93,7 +93,9 @@ def _changes(source: Path, folder: Path, files: TensorFiles) -> dict[str, _Chang
     if adapter.kind != "lora":
         raise CheckpointError(f"{folder} is a {adapter.kind}: it has vectors of its own, which no weight can take up")
     if SCORE in adapter.tensors:
-        raise CheckpointError(f"{folder} is of a classifier: it comes with a head, which {source} has no place for")
+        raise CheckpointError(
+            f"{folder} is of a classifier: it comes with a head, which isn't merged; PEFT loads it beside {source}"
+        )
     from_peft(adapter, found.model, found.vocab_size)  # refuses one of another model
     prefix = found.architecture.prefix
     bare = not any(name.startswith(prefix) for name in files.stored)

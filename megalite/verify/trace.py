@@ -19,7 +19,6 @@ from megalite.distributed import random
 from megalite.distributed.launch import Environment
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import ZEROS
-from megalite.peft.apply import is_trained
 from megalite.training.dump import gather_gradients
 from megalite.training.prepare import prepare_config
 from megalite.training.run import Run
@@ -45,7 +44,7 @@ def stir(run: Run) -> None:
     if run.adapter is None:
         return
     for piece in run.optimizer.parameter_pieces().values():
-        if is_trained(piece.name) and piece.spec.init == ZEROS:
+        if piece.spec.init == ZEROS:
             key = random.fold(run.config.training.seed, "proof", piece.name)
             for _, start, view in piece.held():
                 numbers = torch.empty_like(view)

@@ -16,8 +16,7 @@ from megalite.inference import generate as room
 from megalite.inference.generate import PaddedBatch, generate, stream, visible_keys
 from megalite.inference.options import GenerationOptions
 from megalite.models.gpt import GPTStage, plain_info
-from megalite.nn.module import named_specs
-from megalite.peft.apply import apply_peft, is_trained
+from megalite.peft.apply import apply_peft
 from tests.helpers import BF16, FP32, FP64, LLAMA, VOCABULARY, tiny_model
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [101, 102, 103, 104, 105]]
@@ -95,8 +94,8 @@ def test_an_adapter_s_part_in_generation_is_its_part_in_training(kind: str, netw
     targets = {"lora_target_modules": ["all-linear"]} if kind == "lora" else {"num_virtual_tokens": 3}
     apply_peft([model], PeftConfig(peft=kind, **targets), mesh=single_process_mesh(), precision=FP64, seed=1)
     with torch.no_grad():
-        for name, parameter, _ in named_specs(model):
-            if is_trained(name):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
                 parameter.normal_()
     together = PaddedBatch(model, PROMPTS, new_tokens=2)
     for step, found in enumerate((together.prefill(), together.advance(torch.tensor([[1], [2], [3], [4]])))):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megalite.distributed.pool import ProcessPool
-from megalite.peft.apply import is_trained
 from tests.peft.runs import adapter_config, run_adapter
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -53,7 +52,7 @@ def test_every_adapter_weight_learns_and_copies_stay_equal(pool: ProcessPool) ->
     config = adapter_config("lora", lora_target_modules=["all-linear"], **{TP: 4, "sequence_parallel": True})
     outcomes = run_adapter(pool, config, 4, steps=3)
     names = outcomes[0].adapter.keys()
-    assert all(is_trained(name) for name in names)
+    assert len(names) == 4 * 7 * 2  # A and B in each of four layers, beside q, k, v, o, gate, up, down
     assert all(outcomes[0].gradients[name].abs().max() > 0 for name in names)
     assert all(torch.equal(outcomes[0].adapter[name], outcome.adapter[name]) for outcome in outcomes for name in names)
 

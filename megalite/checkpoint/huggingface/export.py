@@ -62,10 +62,10 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     tensors = {key.removeprefix(_PREFIX): info for key, info in index.tensors().items() if key.startswith(_PREFIX)}
     config = read_config(source)
     if EMBEDDING not in tensors and config.peft.peft != "none":
-        raise CheckpointError(
-            f"{source.path} holds only what was trained beside a model; tools/merge_adapter.py adds what finetune.py "
-            "wrote for --save-adapter to the model's own folder"
-        )
+        remedy = "tools/merge_adapter.py adds what finetune.py wrote for --save-adapter to the model's own folder"
+        if HEAD in tensors:
+            remedy = "of a classifier it is what finetune.py wrote for --save-adapter that PEFT loads beside the model"
+        raise CheckpointError(f"{source.path} holds only what was trained beside a model; {remedy}")
     if EMBEDDING not in tensors:
         raise CheckpointError(f"{source.path} holds no {_PREFIX}{EMBEDDING}: it is no checkpoint of a GPT")
     known = origin(source.path.parent, config.tokenizer)
