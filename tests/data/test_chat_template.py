@@ -173,6 +173,29 @@ def test_tools_and_tool_calls_reach_the_template(tmp_path: Path) -> None:
         built_in.template.segments(messages)
 
 
+@pytest.mark.parametrize("text_ends", [True, False], ids=["every turn is closed", "calls alone are"])
+@pytest.mark.parametrize("content", [None, "", " "])
+def test_an_answer_of_tool_calls_alone_ends_with_its_end_of_turn_once(
+    tmp_path: Path, content: str | None, text_ends: bool
+) -> None:
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ (message.content or '') | trim }}"
+        "{% for call in message.tool_calls %}{{ call | tojson }}{% endfor %}"
+        "{% if message.tool_calls or TEXT_ENDS %}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ).replace("TEXT_ENDS", str(text_ends).lower())
+    chat = chat_of(chat_tokenizer(tmp_path, template))
+    calls = {"role": "assistant", "content": content, "tool_calls": [{"name": "f"}]}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "q"}, calls, {"role": "tool", "content": "7"}, calls]
+    for count in (2, 4):  # it is last, it has others after it
+        segments = chat.template.segments(messages[:count])
+        answers = [segment.text for segment in segments if segment.counted]
+        assert answers == ['{"name": "f"}<|im_end|>'] * (count // 2)
+        assert "".join(segment.text for segment in segments) + "\n" == chat.template.render(messages[:count])
+        ids = [piece.ids for piece in chat.encoder.encode(segments) if piece.counted]
+        assert all(each.count(chat.end_of_turn()) == 1 and each[-1] == chat.end_of_turn() for each in ids)
+
+
 def test_the_built_in_template_is_chatml_where_the_tokenizer_knows_it(tmp_path: Path) -> None:
     folder = chat_tokenizer(tmp_path, None)
     built_in = chat_of(folder, "chatml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config.resolve import resolve
+from megalite.config.schema import ModelConfig
 from megalite.distributed.launch import Environment
 from megalite.distributed.mesh import single_process_mesh
 from megalite.estimate.memory import estimate_memory
-from megalite.peft.modules import widths_of
+from megalite.peft.apply import Scale
+from megalite.peft.modules import LINEAR_OF, linear_shapes, widths_of
 from megalite.training.prepare import prepare_config
 from megalite.training.run import Run
 from tests.peft.runs import adapter_config
@@ -46,6 +49,7 @@ def test_a_step_costs_what_the_formula_says(kind: str, more: dict[str, Any]) -> 
     # The embedding is frozen, so nothing asks for the gradient of the first layer's input, nor of queries without LoRA.
     if run.adapter is not None:
         formula -= 2.0 * sum(widths_of("q_proj", model)[0] * widths_of(part, model)[1] for part in _QKV)
+        formula += 6.0 * model.num_layers * _zeros(run.adapter.scales, model)
         formula -= 2.0 * sum(
             run.adapter.scales[p].rank * widths_of(p, model)[0] for p in _QKV if p in run.adapter.scales
         )
@@ -58,6 +62,16 @@ def test_a_step_costs_what_the_formula_says(kind: str, more: dict[str, Any]) -> 
 def _product(into: torch.Size, a: torch.Size, b: torch.Size, **_: Any) -> int:
     """Of the product that is added to a weight's gradient, which torch doesn't count."""
     return 2 * a[0] * a[1] * b[1]
+
+
+def _zeros(scales: dict[str, Scale], model: ModelConfig) -> int:
+    """Of a layer: adapters beside one fused weight are one product, where each B is as high as all outputs."""
+    result = 0
+    for linear, shape in linear_shapes(model).items():
+        ranks = {part: scale.rank for part, scale in scales.items() if LINEAR_OF[part] == linear}
+        outputs = sum(rank * widths_of(part, model)[1] for part, rank in ranks.items())
+        result += sum(ranks.values()) * prod(shape[:-1]) - outputs
+    return result
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")

@@ -20,7 +20,7 @@ from megalite.inference.chat import open_dialogue
 from megalite.inference.generate import PaddedBatch, generate
 from megalite.inference.load import LoadedModel, load_huggingface_for_generation
 from megalite.inference.options import GenerationOptions
-from megalite.inference.server import MAX_RUNNING, ApiServer, Service
+from megalite.inference.server import MAX_CONNECTIONS, MAX_RUNNING, ApiServer, Service
 from tests.inference.checkpoints import save_hf
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -288,6 +288,42 @@ def test_one_connection_serves_several_requests(client: Client) -> None:
         answer.read()
         assert answer.status == status
     connection.close()
+
+
+def _health(server: ApiServer) -> bytes:
+    """What a new connection is answered; nothing where the server hangs up on it."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        try:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        except ConnectionError:
+            return b""
+
+
+def test_connections_beyond_the_bound_are_closed_at_once_and_a_free_place_is_given_again(client: Client) -> None:
+    assert MAX_CONNECTIONS <= 256  # each has a thread
+    server = ApiServer(client.server.service, 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    before = threading.active_count()
+    thread.start()
+    try:
+        idle = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(MAX_CONNECTIONS)]
+        assert _health(server) == b""
+        assert threading.active_count() <= before + 1 + MAX_CONNECTIONS
+        for connection in idle[:2]:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert b" 200 " in connection.recv(1 << 16)  # those within it are served
+            connection.close()
+        end = time.monotonic() + 20
+        while not (answer := _health(server)) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert b" 200 " in answer
+        for connection in idle:
+            connection.close()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()  # the service is the other server's too
 
 
 def test_a_port_in_use_is_named(client: Client) -> None:

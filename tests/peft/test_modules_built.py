@@ -82,6 +82,30 @@ def test_only_what_is_added_requires_gradients_and_is_counted() -> None:
     assert count_parameters([model], mesh) == (expected, everything + expected)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_together_count_every_parameter_once(kind: str, tp: int, sequence_parallel: bool) -> None:
+    """Ranks hold copies: of norms, of A or B, at TP 4 of keys and values; and rows that pad the vocabulary."""
+    alone = single_process_mesh()
+    model = tiny_model(alone, FP64, **LLAMA)
+    base = sum(parameter.numel() for parameter in model.parameters())
+    apply_peft([model], KINDS[kind], mesh=alone, precision=FP64, seed=1)
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    trained = everything - base
+    assert count_parameters([model], alone) == (trained, everything)
+    held = 0
+    counts = []
+    for rank in range(tp):
+        mesh = data_mesh(Layout(tp=tp, sequence_parallel=sequence_parallel), rank)
+        part = tiny_model(mesh, FP64, **LLAMA)
+        apply_peft([part], KINDS[kind], mesh=mesh, precision=FP64, seed=1)
+        counts.append(count_parameters([part], mesh))
+        held += sum(parameter.numel() for parameter in part.parameters() if parameter.requires_grad)
+    assert tuple(map(sum, zip(*counts, strict=True))) == (trained, everything)
+    assert (held > trained) == (kind != "prefix" or tp > 2)  # whether there are copies
+
+
 def test_a_prompt_starts_from_the_embeddings_of_its_text() -> None:
     mesh = single_process_mesh()
     model = tiny_model(mesh, FP64)

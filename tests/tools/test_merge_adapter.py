@@ -96,6 +96,7 @@ def test_half_precision_is_cast_once_from_fp32_and_the_error_told(
     before, after = load_file(base / "model.safetensors"), load_file(merged / "model.safetensors")
     low_rank = load_file(adapter / "adapter_model.safetensors")
     largest = 0.0
+    errors, changes = [], []
     for name, weight in after.items():
         expected = before[name]
         if "down_proj" in name:
@@ -104,8 +105,16 @@ def test_half_precision_is_cast_once_from_fp32_and_the_error_told(
             exact = before[name].float() + product
             expected = exact.bfloat16()
             largest = max(largest, (expected.float() - exact).abs().max().item())
+            errors.append((expected.float() - exact).flatten())
+            changes.append(product.flatten())
         assert torch.equal(weight, expected), name
-    assert f"2 weights changed; rounding error: largest {largest:.3g}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"2 weights changed; rounding error: largest {largest:.3g}" in told
+    found = re.search(r"root mean square ([0-9.e-]+) of the change's", told)
+    assert found is not None
+    share = torch.cat(errors).norm() / torch.cat(changes).norm()  # as many of both
+    assert 0 < share.item() < 0.1
+    assert float(found[1]) == pytest.approx(share.item(), rel=6e-3)  # three digits
 
 
 def test_what_cannot_be_merged_is_refused_and_leaves_nothing(tool: ModuleType, tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""The output layer for counted tokens alone: what it may change, which is nothing, and what it saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from megalite.data.microbatch import Microbatch
+from megalite.distributed import random
+from megalite.distributed.mesh import single_process_mesh
+from megalite.nn.module import named_specs
+from megalite.training import executor
+from megalite.training.executor import GPTExecutor
+from tests.helpers import FP64, LLAMA, VOCABULARY, tiny_model, tiny_tokens
+
+LENGTH, WIDTH = 24, 32
+ANSWERS: dict[str, list[list[tuple[int, int]]]] = {  # from where to where the two rows count
+    "one answer each": [[(9, 14)], [(3, 11)]],
+    "two answers, and a row of none": [[(2, 4), (20, 24)], []],
+    "nothing counts": [[], []],
+    "one token": [[], [(23, 24)]],
+    "all but one": [[(0, 24)], [(1, 24)]],
+    "all": [[(0, 24)], [(0, 24)]],
+}
+
+
+def _microbatches() -> list[Microbatch]:
+    result = []
+    for n, rows in enumerate(ANSWERS.values()):
+        text = tiny_tokens(len(rows), LENGTH, seed=n)
+        mask = torch.zeros(len(rows), LENGTH, dtype=torch.bool)
+        for row, spans in enumerate(rows):
+            for first, last in spans:
+                mask[row, first:last] = True
+        positions = torch.arange(LENGTH).expand(len(rows), -1)
+        result.append(Microbatch(text[:, :-1], text[:, 1:], mask, positions, 2 * n + torch.arange(2)))
+    return result
+
+
+def _run(overrides: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], list[int]]:
+    """Of one step over all microbatches: the summed loss after each, every gradient, FLOPs of each."""
+    model = tiny_model(single_process_mesh(), FP64, init_method_std=0.1, **overrides)
+    microbatches = _microbatches()
+    work = GPTExecutor([model], single_process_mesh(), label_smoothing=0.1)
+    counted = sum(int(batch.loss_mask.sum()) for batch in microbatches)
+    work.begin(microbatches, scale=1.0 / counted, dropout_key=random.fold(7))
+    losses, costs = [], []
+    for n in range(len(microbatches)):
+        with FlopCounterMode(display=False) as counter:
+            work.forward(0, n)
+            work.backward(0, n)
+        losses.append(work.loss_sum.item())
+        costs.append(counter.get_total_flops())
+    gradients = {name: p.grad for name, p, _ in named_specs(model) if p.grad is not None}
+    assert len(gradients) == len(list(model.parameters()))
+    return losses, gradients, costs
+
+
+@pytest.mark.parametrize("overrides", [{}, LLAMA], ids=["tied", "untied"])
+def test_leaving_out_tokens_that_do_not_count_changes_neither_losses_nor_gradients(
+    overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, gradients, costs = _run(overrides)
+    monkeypatch.setattr(executor, "counted_tokens", lambda mask: None)
+    all_losses, all_gradients, all_costs = _run(overrides)
+    assert losses == pytest.approx(all_losses, rel=1e-12)
+    assert losses[1] == losses[2]  # that of nothing
+    for name, expected in all_gradients.items():
+        assert torch.allclose(gradients[name], expected, rtol=1e-10, atol=1e-14), name
+    for batch, cost, whole in zip(_microbatches(), costs, all_costs, strict=True):
+        left_out = int((~batch.loss_mask).sum())
+        product = 6 * WIDTH * VOCABULARY  # of a row: forward, the gradient of its input, the weight's
+        if batch.loss_mask.any() and left_out > 0.5 * batch.loss_mask.numel():
+            assert whole - cost == product * left_out
+        assert whole - product * left_out <= cost <= whole
