@@ -69,6 +69,7 @@ class ModelConfig:
     openai_gelu: bool = flag(False, "the tanh approximation of GELU in the MLP")
     add_bias_linear: bool = flag(True, "leave out the biases of the linear layers", name="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "biases in the QKV projection even with --disable-bias-linear")
+    add_proj_bias: bool = flag(False, "a bias in the attention's output projection even with --disable-bias-linear")
     qk_layernorm: bool = flag(False, "normalise queries and keys per head")
     untie_embeddings_and_output_weights: bool = flag(False, "an output layer of its own instead of the embedding table")
     model_vocab_size: int | None = flag(None, "rows of the embedding table; default: the tokenizer's ids")

@@ -119,6 +119,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # transformers counts the token itself into its window, Megatron-LM does not.
     "sliding window": ("Mistral", {"window_size": "4,0"}, {"num_key_value_heads": 2, "sliding_window": 5}),
     "biases of queries, keys and values": ("Qwen2", {"add_qkv_bias": True}, {"num_key_value_heads": 2}),
+    "biases in the attention alone": (
+        "Llama",
+        {"add_qkv_bias": True, "add_proj_bias": True},
+        {"num_key_value_heads": 2, "attention_bias": True},
+    ),
     "norm of queries and keys": (
         "Qwen3",
         {"qk_layernorm": True, "kv_channels": 16},

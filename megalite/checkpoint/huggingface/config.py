@@ -84,7 +84,8 @@ def essence(model: ModelConfig) -> dict[str, Any]:
     """The settings that decide what the network computes, so that equal networks have equal ones."""
     result = {name: value for name, value in dataclasses.asdict(model).items() if name not in _INERT}
     result["window_size"] = bounded_window(model)
-    result["add_qkv_bias"] = model.add_qkv_bias or model.add_bias_linear
+    for name in ("add_qkv_bias", "add_proj_bias"):
+        result[name] = result[name] or model.add_bias_linear
     without = set(idle_scaling(model)) | (set() if model.position_embedding_type in ROTARY else _ROTARY)
     return {name: value for name, value in result.items() if name not in without}
 

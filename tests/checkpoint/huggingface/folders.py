@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"num_key_value_heads": 1, "head_dim": 16, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-5},
     ),
+    "llama, biases in the attention alone": ("Llama", {"num_key_value_heads": 2, "attention_bias": True}),
     "llama 3 scaling": (
         "Llama",
         {"num_key_value_heads": 2, "head_dim": 16, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},

@@ -229,7 +229,7 @@ def test_part_of_a_head_is_rotated_as_either_key_says() -> None:
         ({**TINY, "rms_norm_eps": -1.0}, "describes a network that can't be: --norm-epsilon -1.0"),
         ({**TINY, "model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         ({**TINY, "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: supported: 'silu'"),
-        ({**TINY, "attention_bias": True}, "attention_bias True is not supported: it must equal mlp_bias"),
+        ({**TINY, "mlp_bias": True}, "mlp_bias True is not supported: attention_bias is false"),
         ({**TINY, "rope_scaling": {"rope_type": "su", "factor": 4.0}}, "rope_scaling: rope_type 'su'"),
         (
             {**TINY, "rope_scaling": {**YARN, "factor": 0.5}},
@@ -308,6 +308,7 @@ def test_windows(values: dict[str, Any], window: str | None) -> None:
         (LLAMA, "llama"),
         ({**LLAMA, "add_bias_linear": True}, "llama"),
         ({**LLAMA, "window_size": "9,0"}, "mistral"),
+        ({**LLAMA, "add_qkv_bias": True, "add_proj_bias": True}, "llama"),
         ({**LLAMA, "add_qkv_bias": True}, "qwen2"),
         ({**LLAMA, "qk_layernorm": True}, "qwen3"),
         ({**LLAMA, "rotary_interleaved": True, "rotary_percent": 0.5}, "glm"),
@@ -325,6 +326,10 @@ def test_a_network_becomes_the_architecture_that_has_it(overrides: dict[str, Any
     [
         ({"apply_layernorm_1p": True}, "gpt2, can't express --apply-layernorm-1p"),
         ({**LLAMA, "qk_layernorm": True, "add_qkv_bias": True}, "--qk-layernorm"),
+        (
+            {**LLAMA, "add_proj_bias": True},
+            "can't express --add-proj-bias",
+        ),
         (
             {**LLAMA, "add_qkv_bias": True, "rotary_percent": 0.5, "kv_channels": 8},
             "glm, can't express no --rotary-interleaved",
