@@ -16,7 +16,7 @@ from megalite.checkpoint.huggingface.weights import EMBEDDING
 from megalite.checkpoint.metadata import TensorInfo, read_index
 from megalite.checkpoint.planner import STATE_PREFIX
 from megalite.checkpoint.storage import CheckpointDirectory
-from megalite.config.schema import ModelConfig, RunConfig
+from megalite.config.schema import ROTARY, ModelConfig, RunConfig
 from megalite.precision.policy import Precision
 
 _PREFIX = "model."
@@ -108,7 +108,9 @@ def network_line(model: ModelConfig, rows: int | None, *, output: bool = True) -
         if model.openai_gelu
         else "GELU"
     )
-    positions = {"rope": f"rotary base {model.rotary_base:g}", "learned_absolute": "learned positions"}
+    rotary = dict.fromkeys(ROTARY, f"rotary base {model.rotary_base:g}")
+    rotary |= {kind: f"{text} with {kind}" for kind, text in rotary.items() if kind != "rope"}
+    positions = {**rotary, "learned_absolute": "learned positions"}
     parts = [
         f"{model.num_layers} layers",
         f"hidden {model.hidden_size}",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from megalite.config.check_finetune import finetune_problems, idle_beside_sft_data
 from megalite.config.check_network import layout_problems, model_problems, precision_problems
 from megalite.config.check_peft import idle_beside_adapters, peft_problems
+from megalite.config.check_positions import idle_scaling
 from megalite.config.check_run import (
     batch_problems,
     checkpoint_problems,
@@ -97,9 +98,8 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         yield "without --tensorboard-dir", ["logging.tensorboard_log_interval", "logging.log_memory_to_tensorboard"]
     if not config.logging.profile:
         yield "without --profile", ["logging.profile_step_start", "logging.profile_step_end"]
-    if not config.model.use_rope_scaling:
-        names = ["scaling_factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-        yield "without --use-rope-scaling", [f"model.rope_{name}" for name in names]
+    for name, users in idle_scaling(config.model).items():
+        yield f"without {' or '.join(users)}", [f"model.{name}"]
     checkpoint, rate = config.checkpoint, config.learning_rate
     if checkpoint.save is None or config.validation.skip_train:
         yield "where nothing is saved", ["checkpoint.save_optim", "checkpoint.save_rng"]

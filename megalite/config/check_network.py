@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalite.config.check_positions import position_problems
 from megalite.config.fields import all_fields, get
 from megalite.config.resolve import data_parallel_size, ffn_width, parse_window, pipeline_units, virtual_stages
 from megalite.config.schema import RunConfig
@@ -12,7 +13,7 @@ from megalite.config.schema import RunConfig
 def model_problems(config: RunConfig) -> Iterator[str]:
     """Problems of the network alone."""
     yield from _shape_problems(config)
-    yield from _position_problems(config)
+    yield from position_problems(config)
     model = config.model
     activations = ("swiglu", "squared_relu", "openai_gelu")
     chosen = [name for name in activations if getattr(model, name)]
@@ -38,36 +39,6 @@ def _shape_problems(config: RunConfig) -> Iterator[str]:
             yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}"
     elif groups not in (1, heads):
         yield f"--num-query-groups {groups} needs --group-query-attention"
-
-
-def _position_problems(config: RunConfig) -> Iterator[str]:
-    model, length, fields = config.model, config.data.seq_length, all_fields()
-    kind, rows = model.position_embedding_type, model.max_position_embeddings
-    if rows is None and kind == "learned_absolute":
-        yield "--max-position-embeddings is missing: learned positions need the longest sequence"
-    if rows is not None and length is not None and length > rows:
-        yield f"--seq-length {length} is longer than --max-position-embeddings {rows}"
-    if kind != "rope":
-        names = "rotary_base rotary_percent rotary_interleaved use_rope_scaling rotary_seq_len_interpolation_factor"
-        for path in (f"model.{name}" for name in names.split()):
-            if get(config, path) != fields[path].default:
-                yield f"{fields[path].show(get(config, path))} needs --position-embedding-type rope, not {kind}"
-        return
-    if model.rope_high_freq_factor <= model.rope_low_freq_factor:
-        yield (
-            f"--rope-high-freq-factor {model.rope_high_freq_factor} must be above --rope-low-freq-factor "
-            f"{model.rope_low_freq_factor}"
-        )
-    width = model.kv_channels
-    if width is None and model.hidden_size is not None and model.num_attention_heads:
-        width = model.hidden_size // model.num_attention_heads
-    if width is not None:
-        rotated = int(width * model.rotary_percent)
-        if rotated < 2 or rotated % 2:
-            yield (
-                f"--rotary-percent {model.rotary_percent} of a head's {width} channels (--kv-channels) is {rotated}: "
-                "rotary positions turn pairs, so an even number, at least 2"
-            )
 
 
 def _window_problems(text: str) -> Iterator[str]:

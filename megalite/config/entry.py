@@ -18,7 +18,7 @@ from megalite.config.fields import all_fields, get, put
 from megalite.config.flags import parse_flags
 from megalite.config.presets import preset_fields
 from megalite.config.resolve import drop_idle, resolve
-from megalite.config.schema import CheckpointConfig, ModelConfig, RunConfig, TokenizerConfig
+from megalite.config.schema import ROTARY, CheckpointConfig, ModelConfig, RunConfig, TokenizerConfig
 from megalite.config.schema_finetune import unnamed_classes
 
 # What `RunConfig.to_dict` wrote into the checkpoint that these flags choose; None where there is no checkpoint.
@@ -114,7 +114,7 @@ def fill_from_base_model(
     fields, problems = all_fields(), [] if classes is None else _take_classes(config, classes)
     for name in (each.name for each in fields_of(model) if each.name not in UNSAID):
         field, theirs = fields[f"model.{name}"], getattr(model, name)
-        free = name in FREE or (name == "max_position_embeddings" and model.position_embedding_type == "rope")
+        free = name in FREE or (name == "max_position_embeddings" and model.position_embedding_type in ROTARY)
         if field.path not in explicit:
             put(config, field.path, theirs)
         elif get(config, field.path) != theirs and not free:

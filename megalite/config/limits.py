@@ -64,6 +64,8 @@ BOUNDS = (
         lambda value: value > 0,
         _paths("""
         model.rotary_base model.rope_scaling_factor model.rope_low_freq_factor model.rope_high_freq_factor
+        model.rope_attention_factor model.yarn_beta_fast model.yarn_beta_slow model.yarn_mscale
+        model.yarn_mscale_all_dim model.longrope_short_factor model.longrope_long_factor
         model.norm_epsilon
         layout.distributed_timeout_minutes training.exit_duration_in_mins
         optimizer.adam_eps

@@ -171,7 +171,7 @@ def _honoured_rows(fields: Sequence[Field]) -> Iterator[str]:
     for field in fields:
         spellings = " ".join(f"`{name}`" for name in (field.option, *field.aliases))
         yield f"| {spellings} | {field.help.replace('|', chr(92) + '|')} | {field.planned or ''} |"
-    options = {field.path: field.option for field in fields}
+    options = {field.path: field.option for field in all_fields().values()}
     for name, (path, value) in shorthands().items():
         yield f"| `{name}` | the same as `{options[path]}{f' {value}' if value else ''}` | |"
 

@@ -18,6 +18,8 @@ OWN = """
 --preset --label-smoothing --pipeline-schedule --device --threads-per-rank --nan-action --compile --dump-grads --fp64
 --fp8-backend --keep-last-checkpoints --metrics-file --timeline --log-memory --log-top-grad-norms
 --model-vocab-size --rope-low-freq-factor --rope-high-freq-factor --rope-original-max-position-embeddings
+--rope-attention-factor --yarn-mscale --yarn-mscale-all-dim --longrope-short-factor --longrope-long-factor
+--add-proj-bias
 """
 
 # Flags of Megatron-LM that set a field of `schema.py` which has another flag: flag, field, the value unless it's given.
@@ -26,11 +28,12 @@ SHORTHANDS = """
 --encoder-seq-length data.seq_length
 --use-flash-attn model.attention_backend flash
 --use-rotary-position-embeddings model.position_embedding_type rope
+--yarn-original-max-position-embeddings model.rope_original_max_position_embeddings
 """
 
 # Values of Megatron-LM that we lack; `value=ours` means the same as ours.
 VALUES = """
---position-embedding-type yarn mrope relative
+--position-embedding-type mrope relative
 --optimizer muon dist_muon lion soap adaptive_muon
 --fp8-recipe custom
 --dataloader-type external
@@ -198,10 +201,11 @@ TABLE = """
 --linear-value-head-dim= --linear-num-key-heads= --linear-num-value-heads=
 [ignored] means something only with --qk-clip, which megalite refuses
 --qk-clip-alpha= --qk-clip-threshold=
-[ignored] means something only with --position-embedding-type yarn, mrope or relative, which megalite refuses
---yarn-original-max-position-embeddings= --yarn-beta-fast= --yarn-beta-slow= --yarn-correction-range-round-to-int
---no-yarn-correction-range-round-to-int --relative-attention-num-buckets= --relative-attention-max-distance=
+[ignored] means something only with --position-embedding-type mrope or relative, which megalite refuses
+--relative-attention-num-buckets= --relative-attention-max-distance=
 --mrope-section+=
+[ignored] so it is unless --no-yarn-correction-range-round-to-int is given
+--yarn-correction-range-round-to-int
 [ignored] means something only with --hybrid-layer-pattern, which megalite refuses
 --mamba-state-dim= --mamba-head-dim= --mamba-num-groups= --mamba-num-heads= --mamba-training-ssm-states-dtype=
 --disable-mamba-mem-eff-path --gdp-num-householder= --gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute=

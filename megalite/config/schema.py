@@ -17,6 +17,8 @@ from megalite.config.schema_field import flag
 from megalite.config.schema_finetune import FinetuneConfig
 from megalite.config.schema_peft import PeftConfig
 
+ROTARY = ("rope", "yarn", "dynamic", "longrope")  # kinds of positions that rotate queries and keys
+
 
 @dataclass
 class ModelConfig:
@@ -34,19 +36,31 @@ class ModelConfig:
     num_query_groups: int = flag(1, "key/value heads, with --group-query-attention")
     max_position_embeddings: int | None = flag(None, "rows of the learned position table; the longest sequence")
     position_embedding_type: str = flag(
-        "learned_absolute", "how positions enter", choices=("learned_absolute", "rope", "none")
+        "learned_absolute", "how positions enter (dynamic: NTK)", choices=("learned_absolute", *ROTARY, "none")
     )
     rotary_base: float = flag(10000, "base of the rotary frequencies")
     rotary_percent: float = flag(1.0, "share of each head's width that is rotated")
     rotary_interleaved: bool = flag(False, "rotate neighbouring pairs (GPT-J, GLM) instead of halves")
     use_rope_scaling: bool = flag(False, "scale rotary frequencies as Llama 3.1 does")
-    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+    rope_scaling_factor: float = flag(
+        8.0, "how much longer sequences get by --use-rope-scaling, yarn, dynamic, longrope"
+    )
     rope_low_freq_factor: float = flag(1.0, "wavelengths above the original length / this are stretched fully")
     rope_high_freq_factor: float = flag(4.0, "wavelengths below the original length / this are not stretched")
-    rope_original_max_position_embeddings: int = flag(8192, "the length before --use-rope-scaling")
-    rotary_seq_len_interpolation_factor: float | None = flag(
-        None, "divide positions by this before rotating (linear position interpolation)"
+    rope_original_max_position_embeddings: int = flag(8192, "the length before such scaling")
+    rope_attention_factor: float | None = flag(
+        None, "yarn, longrope: multiplies cosines and sines; default: by the factor"
     )
+    yarn_beta_fast: float | None = flag(None, "pairs that turn more often in the original length aren't stretched; 32")
+    yarn_beta_slow: float | None = flag(None, "pairs that turn less often are stretched fully; default 1")
+    yarn_correction_range_round_to_int: bool = flag(
+        True, "don't round the borders between these pairs", name="--no-yarn-correction-range-round-to-int"
+    )
+    yarn_mscale: float | None = flag(None, "weight of ln(factor) in the attention factor's numerator")
+    yarn_mscale_all_dim: float | None = flag(None, "the same of its denominator; goes with --yarn-mscale")
+    longrope_short_factor: list[float] | None = flag(None, "stretch of each pair up to the original length")
+    longrope_long_factor: list[float] | None = flag(None, "stretch of each pair in longer sequences")
+    rotary_seq_len_interpolation_factor: float | None = flag(None, "divide positions by this before rotating (linear)")
     normalization: str = flag("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, "added to the variance in a norm")
     apply_layernorm_1p: bool = flag(False, "store norm weights minus one, so that weight decay pulls them to one")
@@ -55,6 +69,7 @@ class ModelConfig:
     openai_gelu: bool = flag(False, "the tanh approximation of GELU in the MLP")
     add_bias_linear: bool = flag(True, "leave out the biases of the linear layers", name="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "biases in the QKV projection even with --disable-bias-linear")
+    add_proj_bias: bool = flag(False, "a bias in the attention's output projection even with --disable-bias-linear")
     qk_layernorm: bool = flag(False, "normalise queries and keys per head")
     untie_embeddings_and_output_weights: bool = flag(False, "an output layer of its own instead of the embedding table")
     model_vocab_size: int | None = flag(None, "rows of the embedding table; default: the tokenizer's ids")

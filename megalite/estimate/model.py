@@ -28,8 +28,8 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> ParameterCount:
     small = 2 * norm * hidden
     if config.add_bias_linear:
         small += qkv + hidden + up + hidden
-    elif config.add_qkv_bias:
-        small += qkv
+    else:
+        small += qkv * config.add_qkv_bias + hidden * config.add_proj_bias
     if config.qk_layernorm:
         small += 2 * norm * width
     total = layers * (matmul_layer + small) + norm * hidden + vocab_size * hidden

@@ -19,6 +19,7 @@ from megalite.inference.sampling import Sampler
 from megalite.models.gpt import GPTStage
 from megalite.nn.attention_backend import bounded_window
 from megalite.nn.module import SequenceInfo
+from megalite.nn.rotary import scales_by_length
 
 _PREFILL_TOKENS = 1024  # of each prompt at a time: bounds the mask and the activations of long prompts
 
@@ -54,7 +55,9 @@ class PaddedBatch:
 
     def prefill(self, check: Callable[[], None] | None = None) -> Tensor:
         """Logits [b, vocabulary] after the prompts. `check`: called before each part, may raise to give up."""
-        for part in self.tokens.split(_PREFILL_TOKENS, dim=1):
+        # Where rotation depends on the length, a part must not be turned by its own.
+        at_once = self.tokens.shape[1] if scales_by_length(self.model.config) else _PREFILL_TOKENS
+        for part in self.tokens.split(at_once, dim=1):
             if check is not None:
                 check()
             logits = self.advance(part)
@@ -85,8 +88,11 @@ def virtual_tokens(model: GPTStage) -> int:
 
 
 def check_lengths(model: GPTStage, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
-    """A UserError where a prompt and its new tokens need more learned positions than there are. Rotary positions and
-    none have no such end, though a model may write poorly beyond the length it was trained on."""
+    """A UserError where a prompt and its new tokens need more learned positions than there are, or positions at which
+    cached keys would have to be turned anew. Other rotary positions and none have no such end, though a model may write
+    poorly beyond the length it was trained on."""
+    if scales_by_length(model.config):
+        _check_scaling(model, prompts, options)
     rows = model.config.max_position_embeddings
     if model.config.position_embedding_type != "learned_absolute" or rows is None:
         return
@@ -99,6 +105,22 @@ def check_lengths(model: GPTStage, prompts: Sequence[Sequence[int]], options: Ge
         raise UserError(
             f"prompt {number} has {len(prompt)} tokens; with --max-new-tokens {options.max_new_tokens} that is more "
             f"than the model's {limit} learned positions: {remedy}"
+        )
+
+
+def _check_scaling(model: GPTStage, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
+    kind, original = model.config.position_embedding_type, model.config.rope_original_max_position_embeddings
+    limit = original - virtual_tokens(model)
+    for number, prompt in enumerate(prompts, start=1):
+        seen = len(prompt) + options.max_new_tokens - 1  # nothing is computed after the last
+        if seen <= limit or seen == len(prompt) or (kind == "longrope" and len(prompt) > limit):
+            continue
+        room = limit + 1 - len(prompt)
+        remedy = f"use --max-new-tokens {room} or less" if room > 0 else "use --max-new-tokens 1 or a shorter prompt"
+        raise UserError(
+            f"prompt {number} has {len(prompt)} tokens; with --max-new-tokens {options.max_new_tokens} the text grows "
+            f"beyond {limit} tokens, where {kind} positions turn all keys differently, but those in the cache stay as "
+            f"they were, so that the text would depend on how it was cut into steps: {remedy}"
         )
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.config.schema import ROTARY
 from megalite.distributed.collectives import gather_sequence
 from megalite.distributed.mesh import Group
 from megalite.models.classifier import ClassifierHead
@@ -157,7 +158,7 @@ class GPTStage(ShardedModule):
             assert self.embedding is not None
             x = self._traced(self.embedding(x, info))
         rotary = None
-        if self.config.position_embedding_type == "rope":
+        if self.config.position_embedding_type in ROTARY:
             rotary = rotary_table(self.config, info.position_ids, self.wide)
         return self.decoder(x, info, rotary)
 

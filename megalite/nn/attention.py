@@ -179,9 +179,8 @@ class SelfAttention(ShardedModule):
         self.core = CoreAttention(build, backend, layer)
         self.prefix: nn.Module | None = None
         scaled = Init(std=config.init_method_std / math.sqrt(2.0 * config.num_layers))
-        self.linear_proj = RowParallelLinear(
-            build, heads * width, config.hidden_size, bias=config.add_bias_linear, init=scaled
-        )
+        bias = config.add_bias_linear or config.add_proj_bias
+        self.linear_proj = RowParallelLinear(build, heads * width, config.hidden_size, bias=bias, init=scaled)
 
     def forward(self, x: Tensor, info: SequenceInfo, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """`x` [s, b, h] → [s, b, h], with sequence parallelism this rank's part of s.

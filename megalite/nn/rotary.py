@@ -1,6 +1,8 @@
-"""Rotary positions (Su et al. 2021): halves or interleaved pairs, partial, scaled as Llama 3.1 or linearly.
+"""Rotary positions (Su et al. 2021): halves or interleaved pairs, partial, scaled for longer sequences.
 
 Key idea: angles, cosines and sines are computed in the wide dtype, and so is the rotation; only its result is rounded.
+Where the scaling depends on the length, each token is turned by the length of its own sequence, so that a document's
+result doesn't depend on what else is in its row or microbatch.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from megalite.config.check_positions import yarn_turns
 from megalite.config.schema import ModelConfig
 
 
@@ -20,11 +23,30 @@ def rotary_width(config: ModelConfig) -> int:
     return width - width % 2
 
 
-def inverse_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Radians per position of each rotated pair, [rotary width / 2]."""
-    width = rotary_width(config)
+def scales_by_length(config: ModelConfig) -> bool:
+    """Whether the frequencies depend on the length of the sequence."""
+    return config.position_embedding_type in ("dynamic", "longrope")
+
+
+def inverse_frequencies(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, lengths: Tensor | None = None
+) -> Tensor:
+    """Radians per position of each rotated pair, [rotary width / 2].
+
+    Where the scaling depends on the length, [..., rotary width / 2] for `lengths` int64 [...] in tokens; without them,
+    for short sequences.
+    """
+    width, kind = rotary_width(config), config.position_embedding_type
     exponents = torch.arange(0, width, 2, dtype=dtype, device=device) / width
+    if lengths is None:
+        lengths = torch.ones((), dtype=torch.int64, device=device)
+    if kind == "dynamic":
+        return 1.0 / _dynamic_base(config, lengths.to(dtype))[..., None] ** exponents
     frequencies = 1.0 / (config.rotary_base**exponents)
+    if kind == "yarn":
+        return _yarn_scaling(frequencies, config)
+    if kind == "longrope":
+        return _longrope_scaling(frequencies, config, lengths)
     if config.use_rope_scaling:
         frequencies = _llama3_scaling(frequencies, config)
     if config.rotary_seq_len_interpolation_factor is not None:
@@ -40,11 +62,77 @@ def _llama3_scaling(frequencies: Tensor, config: ModelConfig) -> Tensor:
     return frequencies * (blend + (1.0 - blend) / config.rope_scaling_factor)
 
 
+def _dynamic_base(config: ModelConfig, lengths: Tensor) -> Tensor:
+    """The base that grows with the length beyond the original one ("dynamic NTK"; Peng et al. 2023, section 3.3):
+    the slowest pair is stretched by 1 + factor · (length / original - 1), the fastest not at all."""
+    excess = (lengths / config.rope_original_max_position_embeddings - 1.0).clamp_min(0.0)
+    width = rotary_width(config)
+    return config.rotary_base * (1.0 + config.rope_scaling_factor * excess) ** (width / (width - 2))
+
+
+def _yarn_scaling(frequencies: Tensor, config: ModelConfig) -> Tensor:
+    """Divide the frequencies of pairs that turn seldom by the factor, leave those that turn often, blend linearly in
+    the pair's number between ("NTK by parts"; Peng et al. 2023, section 3.2)."""
+    width, original = rotary_width(config), config.rope_original_max_position_embeddings
+
+    def pair_that_turns(times: float) -> float:
+        return width * math.log(original / (2 * math.pi * times)) / (2 * math.log(config.rotary_base))
+
+    first, last = (pair_that_turns(times) for times in yarn_turns(config))
+    if config.yarn_correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    pairs = torch.arange(width // 2, dtype=frequencies.dtype, device=frequencies.device)
+    stretched = ((pairs - first) / ((last - first) or 0.001)).clamp(0.0, 1.0)
+    return frequencies * (1.0 - stretched + stretched / config.rope_scaling_factor)
+
+
+def _longrope_scaling(frequencies: Tensor, config: ModelConfig, lengths: Tensor) -> Tensor:
+    """Divide each pair's frequency by a factor of its own, searched for short and for long sequences (Ding et al.
+    2024)."""
+    short, long = (frequencies / frequencies.new_tensor(x) for x in (_list(config, "short"), _list(config, "long")))
+    is_long = lengths > config.rope_original_max_position_embeddings
+    return torch.where(is_long[..., None], long, short)
+
+
+def _list(config: ModelConfig, which: str) -> list[float]:
+    values: list[float] = getattr(config, f"longrope_{which}_factor")
+    return values
+
+
+def attention_factor(config: ModelConfig) -> float:
+    """What multiplies cosines and sines, so that its square multiplies the attention's scores (yarn: Peng et al.
+    2023, section 3.4, and its weights from DeepSeek-V2's code; longrope: the code of Ding et al. 2024)."""
+    kind, grown = config.position_embedding_type, math.log(config.rope_scaling_factor)
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if config.rope_attention_factor is not None:
+        return config.rope_attention_factor
+    if kind == "longrope":
+        return math.sqrt(1.0 + grown / math.log(config.rope_original_max_position_embeddings))
+    if config.yarn_mscale is None or config.yarn_mscale_all_dim is None:
+        return 0.1 * grown + 1.0
+    return (0.1 * config.yarn_mscale * grown + 1.0) / (0.1 * config.yarn_mscale_all_dim * grown + 1.0)
+
+
+def sequence_lengths(position_ids: Tensor) -> Tensor:
+    """How many positions the sequence of each token reaches, int64 [b, s]: a sequence is a run of positions that grow
+    by one, and what went before its first position is part of it (earlier tokens in a cache)."""
+    begins = position_ids.diff(dim=1, prepend=position_ids[:, :1]) != 1
+    sequence = begins.cumsum(dim=1) - 1
+    last = torch.zeros_like(position_ids).scatter_reduce(1, sequence, position_ids, "amax")
+    return last.gather(1, sequence) + 1
+
+
 def rotary_table(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [s, b or 1, 1, rotary width / 2] in `dtype` for `position_ids` [b or 1, s]."""
-    frequencies = inverse_frequencies(config, dtype, position_ids.device)
+    lengths = sequence_lengths(position_ids).t()[:, :, None] if scales_by_length(config) else None
+    frequencies = inverse_frequencies(config, dtype, position_ids.device, lengths)
     angles = position_ids.t().to(dtype)[:, :, None, None] * frequencies
-    return angles.cos(), angles.sin()
+    factor = attention_factor(config)
+    if factor == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor], *, interleaved: bool) -> Tensor:

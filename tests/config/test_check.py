@@ -39,6 +39,9 @@ GOOD = [
     ("--num-attention-heads 3 --kv-channels 16", 1),
     ("--position-embedding-type rope --rotary-percent 0.5 --use-rope-scaling", 1),
     ("--position-embedding-type none", 1),
+    ("--position-embedding-type yarn --yarn-beta-slow 2 --yarn-mscale 1 --yarn-mscale-all-dim 0.5", 1),
+    ("--position-embedding-type dynamic --rope-scaling-factor 2 --yarn-original-max-position-embeddings 16", 1),
+    ("--position-embedding-type longrope --kv-channels 4 --longrope-short-factor 1 1 --longrope-long-factor 1 2", 1),
     ("--window-size 16,0", 1),
     ("--window-size -1,-1", 1),
     ("--tensor-model-parallel-size 2 --sequence-parallel", 4),
@@ -118,6 +121,23 @@ BAD = [
     ("--use-rope-scaling", 1, "--use-rope-scaling needs --position-embedding-type rope"),
     ("--position-embedding-type rope --rotary-percent 0.2", 1, "of a head's 16 channels (--kv-channels) is 3"),
     ("--position-embedding-type rope --kv-channels 15", 1, "of a head's 15 channels (--kv-channels) is 15"),
+    (
+        "--position-embedding-type yarn --use-rope-scaling",
+        1,
+        "--use-rope-scaling and --position-embedding-type yarn exclude",
+    ),
+    (
+        "--position-embedding-type dynamic --rotary-seq-len-interpolation-factor 2",
+        1,
+        "--rotary-seq-len-interpolation-factor and --position-embedding-type dynamic exclude each other",
+    ),
+    ("--position-embedding-type yarn --rotary-base 1", 1, "--rotary-base 1.0: --position-embedding-type yarn takes"),
+    ("--position-embedding-type dynamic --kv-channels 2", 1, "needs at least 4 rotated channels of a head"),
+    (
+        "--position-embedding-type longrope --kv-channels 4 --longrope-short-factor 1 1",
+        1,
+        "--longrope-long-factor is missing: --position-embedding-type longrope has one number for each rotated pair",
+    ),
     ("--window-size 128", 1, "--window-size: 128 is not LEFT,RIGHT like 128,0"),
     ("--window-size 16,4", 1, "--window-size 16,4: RIGHT must be 0 or -1"),
     ("--window-size -2,0", 1, "--window-size -2,0: LEFT is a number of tokens, or -1"),
@@ -418,6 +438,12 @@ def test_tensor_sequence_and_pipeline_parallelism_and_recompute_are_built() -> N
 
 
 def test_a_setting_that_does_nothing_beside_the_others_is_said() -> None:
+    words = "--position-embedding-type dynamic --yarn-beta-fast 2 --rope-attention-factor 2 --rope-scaling-factor 2"
+    assert without_effect(given(words)) == [
+        "--rope-attention-factor 2.0 has no effect without --position-embedding-type yarn or --position-embedding-type "
+        "longrope",
+        "--yarn-beta-fast 2.0 has no effect without --position-embedding-type yarn",
+    ]
     words = "--bf16 --initial-loss-scale 65536 --tiktoken-pattern v2 --sgd-momentum 0.5 --tensorboard-log-interval 2"
     assert without_effect(given(words)) == [
         "--initial-loss-scale 65536.0 has no effect without --fp16",

@@ -20,6 +20,13 @@ from tests.config.launch_lists import GPT3_175B, LLAMA3_8B, SMALL
 MAY_BE_NONE = {
     "model.preset",
     "model.rotary_seq_len_interpolation_factor",
+    "model.rope_attention_factor",
+    "model.yarn_beta_fast",
+    "model.yarn_beta_slow",
+    "model.yarn_mscale",
+    "model.yarn_mscale_all_dim",
+    "model.longrope_short_factor",
+    "model.longrope_long_factor",
     "model.window_size",
     "model.model_vocab_size",
     "layout.num_layers_per_virtual_pipeline_stage",

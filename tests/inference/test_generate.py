@@ -18,6 +18,7 @@ from megalite.inference.options import GenerationOptions
 from megalite.models.gpt import GPTStage, plain_info
 from megalite.peft.apply import apply_peft
 from tests.helpers import BF16, FP32, FP64, LLAMA, VOCABULARY, tiny_model
+from tests.models import hf_models
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [101, 102, 103, 104, 105]]
 NEW = 10
@@ -25,6 +26,7 @@ GREEDY = GenerationOptions(max_new_tokens=NEW)
 SAMPLED = GenerationOptions(max_new_tokens=NEW, temperature=1.5, top_k=60, top_p=0.95, seed=3)
 
 NETWORKS: dict[str, dict[str, Any]] = {
+    "yarn": {**LLAMA, "position_embedding_type": "yarn", "rope_original_max_position_embeddings": 16},
     "learned positions": {},
     "rotary, grouped queries": LLAMA,
     "no positions": {"position_embedding_type": "none"},
@@ -199,3 +201,55 @@ def test_weights_that_are_not_finite_are_reported() -> None:
         model.output_weight[5] = float("nan")
     with pytest.raises(UserError, match="not finite"):
         generate(model, [[1]], GREEDY)
+
+
+SCALED = {"rope_original_max_position_embeddings": 8, "rope_scaling_factor": 4.0}
+LONGROPE = {
+    **SCALED,
+    "position_embedding_type": "longrope",
+    "longrope_short_factor": [1.0, 1.1, 1.5, 2.0],
+    "longrope_long_factor": [1.5, 2.0, 3.5, 8.0],
+}
+DYNAMIC = {**SCALED, "position_embedding_type": "dynamic"}
+
+
+@pytest.mark.parametrize("length", [3, 9, 12])
+def test_longrope_generates_what_transformers_does_on_either_side_of_the_original_length(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "short_factor": LONGROPE["longrope_short_factor"],
+        "long_factor": LONGROPE["longrope_long_factor"],
+    }
+    theirs = hf_models.llama_like("Llama", rms_norm_eps=1e-5, num_key_value_heads=2, rope_parameters=parameters)
+    theirs = hf_models.in_float64(theirs, monkeypatch)
+    ours = build(**{**LLAMA, **LONGROPE})
+    hf_models.fill(ours, hf_models.values(theirs, ours))
+    prompt = PROMPTS[2][:length]
+    new = NEW if length > 8 else 8 - length
+    tokens = torch.tensor([prompt])
+    ids = theirs.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False, eos_token_id=None
+    )
+    monkeypatch.setattr(room, "_PREFILL_TOKENS", 4)
+    greedy = GenerationOptions(max_new_tokens=new)
+    # Beside another prompt, so that it is padded.
+    assert generate(ours, [prompt, PROMPTS[2] if length > 8 else [9]], greedy)[0] == ids[0, length:].tolist()
+
+
+def test_scaling_by_length_refuses_texts_whose_cached_keys_would_have_to_turn() -> None:
+    longrope, dynamic = build(**{**LLAMA, **LONGROPE}), build(**{**LLAMA, **DYNAMIC})
+    short, long = PROMPTS[0], PROMPTS[2]
+    four, five, one = (GenerationOptions(max_new_tokens=count) for count in (4, 5, 1))
+    for model in (longrope, dynamic):
+        assert len(generate(model, [short], four)[0]) == 4  # 8 tokens pass through the model
+        with pytest.raises(UserError, match=r"prompt 1 has 5 tokens.*beyond 8 tokens.*use --max-new-tokens 4 or less"):
+            generate(model, [short], five)
+        assert generate(model, [long], one) == [[int(plain_logits(model, long).argmax())]]
+    assert len(generate(longrope, [long], five)[0]) == 5
+    with pytest.raises(UserError, match=r"dynamic positions turn all keys.*--max-new-tokens 1 or a shorter prompt"):
+        generate(dynamic, [long], five)

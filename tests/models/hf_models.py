@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,44 @@ def llama_like(kind: str, **overrides: Any) -> nn.Module:
     return model.eval()
 
 
+def rotary_speed(pair: int, width: int, length: int, longest: int, parameters: dict[str, Any]) -> float:
+    """Radians per position of one pair in a sequence of so many tokens, by the papers' formulas."""
+    kind, factor = parameters["rope_type"], parameters.get("factor", 1.0)
+    base, share = parameters["rope_theta"], 2 * pair / width
+    original = parameters.get("original_max_position_embeddings", longest)
+    if kind == "dynamic":  # Peng et al. 2023: the base grows with the length
+        base *= (factor * max(length, original) / original - (factor - 1)) ** (width / (width - 2))
+    speed: float = base**-share
+    if kind == "linear":
+        return speed / factor
+    if kind == "longrope":  # Ding et al. 2024: a factor for each pair
+        return speed / parameters["long_factor" if length > original else "short_factor"][pair]
+    if kind == "yarn":  # Peng et al. 2023: the ramp is linear in the number of the pair
+
+        def border(turns: float) -> float:  # the pair that makes so many turns in the original length
+            return width / 2 * math.log(original / math.tau / turns, base)
+
+        low, high = border(parameters.get("beta_fast", 32)), border(parameters.get("beta_slow", 1))
+        if parameters.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        ramp = min(max((pair - low) / (high - low), 0), 1)
+        return (1 - ramp) * speed + ramp * speed / factor
+    assert kind in ("default", "dynamic")
+    return speed
+
+
+def rotary_amplitude(parameters: dict[str, Any]) -> float:
+    """What multiplies cosines and sines."""
+    kind, factor = parameters["rope_type"], parameters.get("factor", 1.0)
+    if kind not in ("yarn", "longrope") or "attention_factor" in parameters:
+        return float(parameters.get("attention_factor", 1.0))
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor, parameters["original_max_position_embeddings"]))
+    above, below = parameters.get("mscale", 1.0), parameters.get("mscale_all_dim", 0.0)
+    return (1 + above * math.log(factor) / 10) / (1 + below * math.log(factor) / 10)
+
+
 def in_float64(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """The model in float64 throughout: transformers' norms and rotary tables compute in fp32 even in a double model."""
 
@@ -100,14 +139,14 @@ def in_float64(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 
     def rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         parameters = self.config.rope_parameters
-        assert parameters["rope_type"] in ("default", "linear")
         head_dim = getattr(self.config, "head_dim", None) or HIDDEN // HEADS
         width = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
-        positions = position_ids.double() / parameters.get("factor", 1.0)
-        angles = positions[..., None] / parameters["rope_theta"] ** exponents
+        length, longest = int(position_ids.max()) + 1, self.config.max_position_embeddings
+        speeds = [rotary_speed(pair, width, length, longest, parameters) for pair in range(width // 2)]
+        angles = position_ids.double()[..., None] * torch.tensor(speeds, dtype=torch.float64)
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos(), angles.sin()
+        factor = rotary_amplitude(parameters)
+        return angles.cos() * factor, angles.sin() * factor
 
     patches: list[tuple[type, Callable[..., Any]]] = [
         (type(model.model.norm), norm),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megalite.checkpoint.huggingface.config import parse_config
 from megalite.distributed.mesh import single_process_mesh
 from megalite.models.gpt import GPTStage, plain_info
 from megalite.precision.policy import Precision
@@ -29,8 +31,8 @@ def their_logits(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
         return model(tokens).logits
 
 
-def compare(ours: GPTStage, theirs: nn.Module, precision: Precision) -> None:
-    a, b = our_logits(ours), their_logits(theirs)
+def compare(ours: GPTStage, theirs: nn.Module, precision: Precision, tokens: Tensor = TOKENS) -> None:
+    a, b = our_logits(ours, tokens), their_logits(theirs, tokens)
     assert a.shape == b.shape
     assert b.std() > 0.15
     assert (a - b).abs().max() < TOLERANCE[precision.name]
@@ -117,6 +119,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # transformers counts the token itself into its window, Megatron-LM does not.
     "sliding window": ("Mistral", {"window_size": "4,0"}, {"num_key_value_heads": 2, "sliding_window": 5}),
     "biases of queries, keys and values": ("Qwen2", {"add_qkv_bias": True}, {"num_key_value_heads": 2}),
+    "biases in the attention alone": (
+        "Llama",
+        {"add_qkv_bias": True, "add_proj_bias": True},
+        {"num_key_value_heads": 2, "attention_bias": True},
+    ),
     "norm of queries and keys": (
         "Qwen3",
         {"qk_layernorm": True, "kv_channels": 16},
@@ -129,6 +136,50 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 SAME_EPSILON = {"rms_norm_eps": 1e-5}
+
+
+def yarn(**fields: Any) -> dict[str, Any]:
+    return {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, **fields}
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0],
+    "long_factor": [1.5, 2.0, 2.5, 3.5, 5.0, 6.0, 7.0, 8.0],
+}
+SCALINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "yarn": ("Llama", yarn()),
+    "yarn, other borders, not rounded": ("Mistral", yarn(beta_fast=3.0, beta_slow=0.5, truncate=False)),
+    "yarn, an attention factor": ("Qwen2", yarn(attention_factor=1.3)),
+    "yarn, other weights": ("Qwen3", yarn(mscale=0.7, mscale_all_dim=0.3)),
+    "yarn, half of each head": ("Glm", yarn()),
+    "dynamic": ("Llama", {"rope_type": "dynamic", "factor": 3.0}),
+    "dynamic, half of each head": ("Glm", {"rope_type": "dynamic", "factor": 3.0}),
+    "longrope": ("Llama", LONGROPE),
+    "longrope, an attention factor": ("Qwen3", {**LONGROPE, "attention_factor": 1.3}),
+    "longrope, half of each head": ("Glm", LONGROPE),
+}
+
+
+@pytest.mark.parametrize("length", [24, 25, 47], ids="{} tokens".format)
+@pytest.mark.parametrize("precision", [FP32, FP64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("case", SCALINGS)
+def test_scaled_rotary_positions_up_to_the_original_length_and_beyond(
+    case: str, precision: Precision, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, scaling = SCALINGS[case]
+    head_dim = 32 if kind == "Glm" else 16  # of which it rotates a half
+    # With this base yarn's ramp goes over several pairs.
+    fields = {"head_dim": head_dim, "max_position_embeddings": 24, **rope(**scaling, rope_theta=100.0)}
+    theirs = hf_models.llama_like(kind, num_key_value_heads=2, **SAME_EPSILON, **fields)
+    described = parse_config(theirs.config.to_dict(), "config.json").model
+    if precision is FP64:
+        theirs = hf_models.in_float64(theirs, monkeypatch)
+    ours = tiny_model(single_process_mesh(), precision, **asdict(described))
+    hf_models.fill(ours, hf_models.values(theirs, ours))
+    compare(ours, theirs, precision, TOKENS[:, :length])
 
 
 @pytest.mark.parametrize(

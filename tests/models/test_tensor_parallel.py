@@ -34,6 +34,15 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "untie_embeddings_and_output_weights": False,
     },
+    "llama, biases in the attention alone, longrope": {
+        **LLAMA,
+        "add_qkv_bias": True,
+        "add_proj_bias": True,
+        "position_embedding_type": "longrope",
+        "rope_original_max_position_embeddings": 16,
+        "longrope_short_factor": [1.0, 1.1, 1.5, 2.0],
+        "longrope_long_factor": [1.5, 2.0, 3.5, 8.0],
+    },
     "squared relu with every dropout": {"squared_relu": True, "hidden_dropout": 0.1, "attention_dropout": 0.1},
     "llama with every dropout": {**LLAMA, "hidden_dropout": 0.1, "attention_dropout": 0.1},
 }

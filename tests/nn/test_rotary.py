@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import ModelConfig
-from megalite.nn.rotary import inverse_frequencies, rotary_table, rotary_width, rotate
+from megalite.nn.rotary import inverse_frequencies, rotary_table, rotary_width, rotate, sequence_lengths
 from tests.helpers import tiny_config
 
 DOUBLE = torch.float64
@@ -64,6 +64,32 @@ def test_linear_interpolation_divides_positions() -> None:
     positions, x = torch.arange(20)[None], torch.randn(20, 1, 3, 16, dtype=DOUBLE)
     ours = rotate(x, rotary_table(config, positions, DOUBLE), interleaved=False)
     assert torch.allclose(ours, turned(x, positions, 10000, 16, interleaved=False, stretch=4), atol=1e-12)
+
+
+def test_each_token_belongs_to_a_sequence_of_its_own_length() -> None:
+    packed = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4], [0, 0, 0, 1, 2, 3, 4, 5, 0, 1]])  # the second padded
+    expected = [[3, 3, 3, 2, 2, 5, 5, 5, 5, 5], [1, 1, 6, 6, 6, 6, 6, 6, 2, 2]]
+    assert sequence_lengths(packed).tolist() == expected
+    assert sequence_lengths(torch.tensor([[7], [3]])).tolist() == [[8], [4]]  # the rest is in a cache
+
+
+LONGROPE = {
+    "position_embedding_type": "longrope",
+    "longrope_short_factor": [1.0] * 8,
+    "longrope_long_factor": [3.0] * 8,
+}
+
+
+@pytest.mark.parametrize("scaling", [{"position_embedding_type": "dynamic"}, LONGROPE], ids=["dynamic", "longrope"])
+def test_a_document_is_turned_alike_alone_and_packed_with_longer_ones(scaling: dict[str, Any]) -> None:
+    config = tiny_config(kv_channels=16, rope_original_max_position_embeddings=10, **scaling)
+    lengths = (4, 30, 10, 11, 1)
+    alone = [torch.arange(length)[None] for length in lengths]
+    packed = rotary_table(config, torch.cat(alone, dim=1), DOUBLE)
+    each = [rotary_table(config, positions, DOUBLE) for positions in alone]
+    for part, whole in enumerate(packed):
+        assert torch.equal(whole, torch.cat([table[part] for table in each]))
+    assert not torch.allclose(each[3][0][:10], each[2][0])
 
 
 @pytest.mark.parametrize(("factor", "low", "high", "length"), [(8.0, 1.0, 4.0, 8192), (2.5, 2.0, 16.0, 4096)])

@@ -19,9 +19,10 @@ from megalite.checkpoint.huggingface.fields import Fields
 from megalite.checkpoint.huggingface.registry import ARCHITECTURES
 from megalite.checkpoint.storage import CONFIG_FILE, read_json
 from megalite.config.check_network import model_problems
+from megalite.config.check_positions import idle_scaling
 from megalite.config.fields import all_fields
 from megalite.config.limits import problems_of_values
-from megalite.config.schema import ModelConfig, RunConfig
+from megalite.config.schema import ROTARY, ModelConfig, RunConfig
 from megalite.nn.attention_backend import bounded_window
 
 # Fields of ModelConfig that don't decide what the network computes in evaluation.
@@ -42,10 +43,6 @@ _ROTARY = {
     "rotary_percent",
     "rotary_interleaved",
     "use_rope_scaling",
-    "rope_scaling_factor",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "rope_original_max_position_embeddings",
     "rotary_seq_len_interpolation_factor",
 }
 
@@ -87,13 +84,10 @@ def essence(model: ModelConfig) -> dict[str, Any]:
     """The settings that decide what the network computes, so that equal networks have equal ones."""
     result = {name: value for name, value in dataclasses.asdict(model).items() if name not in _INERT}
     result["window_size"] = bounded_window(model)
-    result["add_qkv_bias"] = model.add_qkv_bias or model.add_bias_linear
-    if model.position_embedding_type != "rope":
-        result = {name: value for name, value in result.items() if name not in _ROTARY}
-    elif not model.use_rope_scaling:
-        for name in ("scaling_factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-            del result[f"rope_{name}"]
-    return result
+    for name in ("add_qkv_bias", "add_proj_bias"):
+        result[name] = result[name] or model.add_bias_linear
+    without = set(idle_scaling(model)) | (set() if model.position_embedding_type in ROTARY else _ROTARY)
+    return {name: value for name, value in result.items() if name not in without}
 
 
 def describe_network(

@@ -20,13 +20,15 @@ _BIASES: dict[str, Rule] = {
 
 def _read(fields: Fields) -> dict[str, Any]:
     attention, mlp = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
-    if attention != mlp:
-        fields.refuse("attention_bias", attention, f"it must equal mlp_bias, which is {mlp}: all biases or none")
-    return {**read_family(fields, groups=None), "add_bias_linear": mlp, "add_qkv_bias": attention}
+    if mlp and not attention:
+        fields.refuse("mlp_bias", mlp, "attention_bias is false, but the attention of an MLP with biases has them too")
+    biases = {"add_bias_linear": mlp, "add_qkv_bias": attention, "add_proj_bias": attention and not mlp}
+    return {**read_family(fields, groups=None), **biases}
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    return {**write_family(model), "attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+    attention = model.add_bias_linear or (model.add_qkv_bias and model.add_proj_bias)
+    return {**write_family(model), "attention_bias": attention, "mlp_bias": model.add_bias_linear}
 
 
 LLAMA = Architecture("llama", "LlamaForCausalLM", "model.", {**NAMES, **_BIASES}, _read, _write, BUFFERS)

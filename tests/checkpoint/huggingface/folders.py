@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"num_key_value_heads": 1, "head_dim": 16, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-5},
     ),
+    "llama, biases in the attention alone": ("Llama", {"num_key_value_heads": 2, "attention_bias": True}),
     "llama 3 scaling": (
         "Llama",
         {"num_key_value_heads": 2, "head_dim": 16, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
@@ -41,6 +42,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}, "rms_norm_eps": 1e-5},
     ),
+    "llama, yarn": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "truncate": False,
+            }
+        },
+    ),
+    "qwen3, longrope": (
+        "Qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "short_factor": [1.0, 1.1, 1.5, 2.0],
+                "long_factor": [1.5, 2.0, 3.5, 8.0],
+            },
+            "head_dim": 8,
+        },
+    ),
+    "llama, dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
     "mistral, window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 5}),
     "mistral, no window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),

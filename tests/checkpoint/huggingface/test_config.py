@@ -75,6 +75,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.0, 1.5, 2.0],
+    "long_factor": [1.0, 2.0, 3.5, 4.0],
+}
+
 
 def network(values: dict[str, Any]) -> ModelConfig:
     return parse_config(values, "config.json").model
@@ -144,11 +153,51 @@ def test_old_and_new_rotary_keys_mean_the_same(old: dict[str, Any], new: dict[st
     assert network({**TINY, **old}) == network({**TINY, "rope_parameters": new})
 
 
+SCALINGS: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.5},
+    "yarn": YARN,
+    "yarn, an attention factor": {**YARN, "attention_factor": 1.25},
+    "yarn, other borders": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    "yarn, other weights": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.5},
+    "longrope": LONGROPE,
+    "longrope, an attention factor": {**LONGROPE, "attention_factor": 1.5},
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "glm"])
+def test_scaling_goes_out_as_transformers_had_it(kind: str, scaling: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+
+    # GLM rotates half of each head.
+    values = {**TINY, "model_type": kind, "num_key_value_heads": 2, "head_dim": 16 if kind == "glm" else 8}
+    theirs = AutoConfig.for_model(**{**values, "rope_parameters": {**scaling, "rope_theta": 5e4}})
+    found = parse_config(theirs.to_dict(), "config.json")
+    assert found.model.position_embedding_type == scaling["rope_type"]
+    architecture, written = describe_network(found.model, found.vocab_size)
+    assert architecture.model_type == kind
+    assert network(written) == found.model
+    assert AutoConfig.for_model(**written).rope_parameters == theirs.rope_parameters
+
+
+def test_what_transformers_derives_is_derived() -> None:
+    rest = {
+        name: value for name, value in LONGROPE.items() if name not in ("factor", "original_max_position_embeddings")
+    }
+    model = network({**TINY, "original_max_position_embeddings": 16, "rope_scaling": rest})
+    assert (model.rope_scaling_factor, model.rope_original_max_position_embeddings) == (4.0, 16)
+    model = network({**TINY, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+    assert (model.rope_scaling_factor, model.rope_original_max_position_embeddings) == (4.0, 64)
+    model = network({**TINY, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
+    assert model.rope_original_max_position_embeddings == 64
+
+
 def test_scaling_with_other_numbers_goes_out_as_it_came_in() -> None:
     constants = {"low_freq_factor": 2.0, "high_freq_factor": 8.0}
     for scaling in (
         {**LLAMA3, **constants, "original_max_position_embeddings": 4096},
         {"rope_type": "linear", "factor": 2.5},
+        *SCALINGS.values(),
     ):
         found = parse_config({**TINY, "rope_scaling": scaling}, "config.json")
         assert describe_network(found.model, found.vocab_size)[1]["rope_scaling"] == scaling
@@ -180,8 +229,36 @@ def test_part_of_a_head_is_rotated_as_either_key_says() -> None:
         ({**TINY, "rms_norm_eps": -1.0}, "describes a network that can't be: --norm-epsilon -1.0"),
         ({**TINY, "model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         ({**TINY, "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: supported: 'silu'"),
-        ({**TINY, "attention_bias": True}, "attention_bias True is not supported: it must equal mlp_bias"),
-        ({**TINY, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: rope_type 'yarn'"),
+        ({**TINY, "mlp_bias": True}, "mlp_bias True is not supported: attention_bias is false"),
+        ({**TINY, "rope_scaling": {"rope_type": "su", "factor": 4.0}}, "rope_scaling: rope_type 'su'"),
+        (
+            {**TINY, "rope_scaling": {**YARN, "factor": 0.5}},
+            "--rope-scaling-factor 0.5: --position-embedding-type yarn",
+        ),
+        ({**TINY, "rope_scaling": {**YARN, "mscale": 0.5}}, "mean something only together"),
+        (
+            {**TINY, "rope_scaling": {**YARN, "mscale": 0.0, "mscale_all_dim": 1.0}},
+            "--yarn-mscale 0.0: must be above 0",
+        ),
+        ({**TINY, "rope_scaling": {**YARN, "beta_fast": 0.5}}, "--yarn-beta-fast 0.5 is below --yarn-beta-slow 1.0"),
+        ({**TINY, "rope_scaling": {**YARN, "short_factor": [1.0]}}, "not understood: short_factor [1.0]"),
+        (
+            {**TINY, "rope_scaling": {**YARN, "mscale": 0.5, "mscale_all_dim": 1.0, "attention_factor": 1.0}},
+            "exclude each other: both give the attention factor",
+        ),
+        ({**TINY, "original_max_position_embeddings": 8, "rope_scaling": YARN}, "original_max_position_embeddings 16"),
+        ({**TINY, "rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling lacks factor"),
+        (
+            {**TINY, "head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "needs at least 4 rotated channels",
+        ),
+        ({**TINY, "rope_scaling": {**LONGROPE, "long_factor": ["a"]}}, "long_factor ['a'] is not supported"),
+        ({**TINY, "rope_scaling": {**LONGROPE, "long_factor": [1.0]}}, "--longrope-long-factor has 1 numbers, but 4"),
+        (
+            {**TINY, "rope_scaling": {**LONGROPE, "long_factor": [0, 1, 1, 1]}},
+            "--longrope-long-factor 0.0: must be above",
+        ),
+        ({**TINY, "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "rope_scaling lacks long_factor"),
         ({**TINY, "rope_scaling": {"type": "linear", "factor": 0.5}}, "factor 0.5 is not supported"),
         ({**TINY, "rope_scaling": {"type": "linear"}}, "rope_scaling lacks factor"),
         ({**TINY, "rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor 4.0 is not supported"),
@@ -231,6 +308,7 @@ def test_windows(values: dict[str, Any], window: str | None) -> None:
         (LLAMA, "llama"),
         ({**LLAMA, "add_bias_linear": True}, "llama"),
         ({**LLAMA, "window_size": "9,0"}, "mistral"),
+        ({**LLAMA, "add_qkv_bias": True, "add_proj_bias": True}, "llama"),
         ({**LLAMA, "add_qkv_bias": True}, "qwen2"),
         ({**LLAMA, "qk_layernorm": True}, "qwen3"),
         ({**LLAMA, "rotary_interleaved": True, "rotary_percent": 0.5}, "glm"),
@@ -248,6 +326,10 @@ def test_a_network_becomes_the_architecture_that_has_it(overrides: dict[str, Any
     [
         ({"apply_layernorm_1p": True}, "gpt2, can't express --apply-layernorm-1p"),
         ({**LLAMA, "qk_layernorm": True, "add_qkv_bias": True}, "--qk-layernorm"),
+        (
+            {**LLAMA, "add_proj_bias": True},
+            "can't express --add-proj-bias",
+        ),
         (
             {**LLAMA, "add_qkv_bias": True, "rotary_percent": 0.5, "kv_channels": 8},
             "glm, can't express no --rotary-interleaved",
