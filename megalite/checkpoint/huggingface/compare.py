@@ -28,6 +28,7 @@ from megalite.config.schema import PrecisionConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.pieces import whole
 from megalite.nn.module import named_specs
+from megalite.nn.rotary import scales_by_length
 
 Logits = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """Logits [b, s, vocabulary] of a model for tokens [b, s] at positions [s], or a classifier's scores [b, s, classes]."""
@@ -52,6 +53,8 @@ def compare_with_transformers(
     furthest = config.model.max_position_embeddings or LENGTH
     length = min(LENGTH, furthest)
     positions = torch.linspace(0, furthest - 1, length).long()  # far apart, where a lost rotary scaling shows
+    if scales_by_length(config.model):  # which positions apart would not have
+        positions = torch.arange(length)
     tokens = torch.randint(vocab_size, (BATCH, length), generator=torch.Generator().manual_seed(0))
     if f"model.{HEAD}" in stored:
         padding = read_json(folder / CONFIG_FILE).get("pad_token_id")
