@@ -6,6 +6,7 @@ doesn't hold it never reads, and what is missing is known before anything is loa
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -129,6 +130,12 @@ class TensorFiles:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {reason(error)}") from error
         self._files[file] = opened
+
+
+def write_index(folder: Path, places: Mapping[str, str], nbytes: int) -> None:
+    """Write which of several files holds each tensor; `nbytes` of all tensors."""
+    text = json.dumps({"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(places.items()))}, indent=2)
+    (folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 @contextmanager
