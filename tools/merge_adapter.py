@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     from megalite.peft.merge import merge_adapter
 
     if given.load_hf is not None:
-        print(merge_adapter(given.load_hf, given.adapter, given.hf))
+        print(*merge_adapter(given.load_hf, given.adapter, given.hf), sep="\n")
         return 0
     checkpoint = find_checkpoint(given.load, given.ckpt_step)
     if checkpoint is None:
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(dir=given.hf.parent, prefix=f".{given.hf.name}.") as folder:
         base = Path(folder) / "base"
         print(*filter(None, [checkpoint.note, *megalite_to_huggingface(checkpoint, base)]), sep="\n")
-        print(merge_adapter(base, given.adapter, given.hf))
+        print(*merge_adapter(base, given.adapter, given.hf), sep="\n")
     return 0
 
 

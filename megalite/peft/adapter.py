@@ -130,17 +130,19 @@ def save_adapter(
     vocab_size: int,
     sharded: bool,
     base: str | None = None,
+    class_names: Sequence[str] | None = None,
 ) -> None:
     """Write `directory` in PEFT's format from the trained parameters' pieces. Collective over the world.
 
-    `sharded`: as the optimizer's `sharding.parameters`. `base`: the model's Hugging Face folder, where known. All ranks
-    raise the same error where it can't be written.
+    `sharded`: as the optimizer's `sharding.parameters`. `base`: the model's Hugging Face folder, where known.
+    `class_names`: a classifier's, in order. All ranks raise the same error where it can't be written.
     """
     values = gather(pieces, mesh, sharded=sharded)
     error: str | None = None
     if mesh.is_first:
         try:
-            write_adapter(directory, *to_peft(values, model, plan.peft, plan.scales, vocab_size, base))
+            config, tensors = to_peft(values, model, plan.peft, plan.scales, vocab_size, base)
+            write_adapter(directory, config, tensors, class_names)
         except UserError as raised:
             error = str(raised)
     error = broadcast_object(error, mesh.world)

@@ -1,4 +1,5 @@
-"""An adapter's folder in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+"""An adapter's folder in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`; and beside them, where
+PEFT has no place for them, the names of a classifier's classes.
 
 Key idea: an adapter is small, so it is read whole, and everything that can be wrong with it is found from its own two
 files before anything is built. What megalite can't do is refused by the name that PEFT gives it.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.huggingface.architecture import CLASSIFIER
+from megalite.checkpoint.huggingface.classes import labels_json, read_classes
 from megalite.checkpoint.storage import read_json
 from megalite.config.check_peft import contradiction
 from megalite.config.errors import FlagError, UserError
@@ -26,11 +29,13 @@ from megalite.config.schema_peft import PeftConfig
 from megalite.data.files import replacing
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CLASSES_FILE = "class_names.json"  # labels as in a model's own config.json; PEFT passes it over
 _PICKLED = "adapter_model.bin"
 KINDS = {"LORA": "lora", "PREFIX_TUNING": "prefix", "PROMPT_TUNING": "prompt"}
 EMBEDDINGS = "prompt_embeddings"
 PREFIX = "base_model.model."
 SCORE = f"{PREFIX}score.weight"
+_HEADS = ("score", "classifier")  # what PEFT saves of a classifier; a decoder's is called score
 
 # Settings of PEFT that are honoured, or that say nothing of what a saved adapter computes. Whatever else is set (DoRA,
 # an option of a later version) may change that, so it is refused.
@@ -149,10 +154,10 @@ def _read_config(where: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: {name} {config[name]!r} is not supported")
     if config.get("bias") not in (None, "none"):
         raise CheckpointError(f"{path}: bias {config['bias']!r} is not supported; only none is")
-    if config.get("modules_to_save") not in (None, [], ["score"]):
+    saved = config.get("modules_to_save") or []
+    if not isinstance(saved, list) or any(name not in _HEADS for name in saved):
         raise CheckpointError(
-            f"{path}: modules_to_save {config['modules_to_save']!r} is not supported; only ['score'], a classifier's "
-            "head, is"
+            f"{path}: modules_to_save {saved!r} is not supported; only ['score'], a classifier's head, is"
         )
     if config.get("init_lora_weights") not in _STARTS:
         raise CheckpointError(
@@ -253,17 +258,37 @@ def settle(peft: PeftConfig) -> PeftConfig:
     return replace(peft, **told)
 
 
-def write_adapter(directory: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write both files of a folder, each whole or not at all. A `UserError` where that fails.
+def read_class_names(directory: str | Path) -> tuple[str, ...] | None:
+    """The names of a classifier's classes in order; None where nobody wrote them. A `CheckpointError` where the file
+    doesn't give each class a name."""
+    path = Path(directory, CLASSES_FILE)
+    return read_classes({**read_json(path), "architectures": [CLASSIFIER]}, str(path)) if path.exists() else None
 
-    An older adapter's configuration goes first: what a kill leaves is refused, never new weights at an old scale.
+
+def write_adapter(
+    directory: str | Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    class_names: Sequence[str] | None = None,
+) -> None:
+    """Write the files of a folder, each whole or not at all. A `UserError` where that fails.
+
+    An older adapter's configuration and names go first: what a kill leaves is refused, never new weights at an old
+    scale or under other names.
     """
     where = Path(directory)
-    try:
-        (where / CONFIG_FILE).unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot replace {where / CONFIG_FILE}: {error.strerror or error}") from None
+    for file in (where / CONFIG_FILE, where / CLASSES_FILE):
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot replace {file}: {error.strerror or error}") from None
+    if class_names is not None:
+        _write_json(where / CLASSES_FILE, labels_json(class_names))
     with replacing(str(where / WEIGHTS_FILE)) as stream:
         stream.write(save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt"}))
-    with replacing(str(where / CONFIG_FILE)) as stream:
-        stream.write((json.dumps(config, indent=2) + "\n").encode())
+    _write_json(where / CONFIG_FILE, config)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    with replacing(str(path)) as stream:
+        stream.write((json.dumps(values, indent=2) + "\n").encode())

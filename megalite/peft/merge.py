@@ -1,13 +1,14 @@
 """LoRA added into the weights of a Hugging Face folder.
 
 Key idea: sum and product are taken in fp32 and cast once to the weight's own format; so the only error is that one
-rounding, and it is measured. Memory holds one file of the folder.
+rounding, and it is measured. Memory holds one file of the folder. A classifier's head takes the place of the output
+over the vocabulary, in the files and in `config.json`.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.huggingface.config import read_huggingface_config
-from megalite.checkpoint.huggingface.files import INDEX_FILE, SINGLE_FILE, TensorFiles, new_folder
-from megalite.checkpoint.huggingface.travel import copy_small_files
-from megalite.checkpoint.storage import read_json
+from megalite.checkpoint.huggingface.classes import classifier_json, padding_id, padding_notes
+from megalite.checkpoint.huggingface.config import HuggingFaceModel, read_huggingface_config
+from megalite.checkpoint.huggingface.files import INDEX_FILE, SINGLE_FILE, TensorFiles, new_folder, write_index
+from megalite.checkpoint.huggingface.travel import copy_small_files, find_tokenizer, tokenizer_of
+from megalite.checkpoint.huggingface.weights import OUTPUT
+from megalite.checkpoint.storage import CONFIG_FILE, read_json
+from megalite.config.schema_finetune import unnamed_classes
 from megalite.peft.convert import from_peft
-from megalite.peft.files import SCORE, read_adapter
+from megalite.peft.files import CLASSES_FILE, PREFIX, SCORE, Adapter, read_adapter, read_class_names
 from megalite.peft.modules import hf_linears
+
+_HEAD = SCORE.removeprefix(PREFIX)
 
 
 class _Change(NamedTuple):
@@ -63,61 +69,123 @@ class Rounding:
         )
 
 
-def merge_adapter(source: Path, adapter: Path, target: Path) -> Rounding:
-    """Write the Hugging Face folder `target`, which must not exist or be empty: `source` with the LoRA adapter added.
+class _Merge:
+    """A folder `source` with an adapter `added`; `files` are the folder's.
 
-    All else is copied as it is. Raises a `CheckpointError`, and nothing of the attempt stays, where a folder is
-    damaged, the adapter isn't LoRA or is of another model.
+    Raises a `CheckpointError` where the adapter isn't LoRA or is of another model.
+    """
+
+    def __init__(self, source: Path, added: Adapter, files: TensorFiles):
+        self.source, self.added, self.files = source, added, files
+        if added.kind != "lora":
+            raise CheckpointError(
+                f"{added.where} is a {added.kind}: it has vectors of its own, which no weight can take up"
+            )
+        self.found: HuggingFaceModel = read_huggingface_config(source)
+        self.rounding = Rounding()
+        prefix = self.found.architecture.prefix
+        self.bare = not any(name.startswith(prefix) for name in files.stored)  # a model without output or head
+        self.head = added.tensors.get(SCORE)
+        classes = len(self.found.classes or ()) if self.head is not None else None
+        from_peft(added, self.found.model, self.found.vocab_size, classes)  # refuses one of another model
+        self.names = () if self.head is None else _class_names(added, self.head, self.found.classes)
+        self.changes = self._changes()
+
+    def _changes(self) -> dict[str, _Change]:
+        """By the name of the stored weight."""
+        architecture, stored = self.found.architecture, self.files.stored
+        transposed = any(layer.transposed for layer in hf_linears(architecture, self.found.model))
+        changes = {}
+        for module, (a, b) in self.added.pairs().items():
+            name = f"{module.removeprefix(architecture.prefix) if self.bare else module}.weight"
+            there = stored.get(name)
+            shape = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
+            if there is None or there.dtype is None or there.shape != shape:
+                raise CheckpointError(f"{self.source} has no weight {name} of {list(shape)} in a plain number format")
+            changes[name] = _Change(a, b, self.added.factor(module, a.shape[0]), transposed)
+        return changes
+
+    def write(self, target: Path) -> list[str]:
+        """Into an empty folder; lines for the user."""
+        places: dict[str, str] = {}
+        nbytes = 0
+        for file, names in self._names_by_file().items():
+            content = {self._new_name(name): self._value(name) for name in names}
+            save_file(content, target / file, metadata={"format": "pt"})
+            places |= dict.fromkeys(content, file)
+            nbytes += sum(tensor.nbytes for tensor in content.values())
+        copy_small_files(self.source, target, config=self.head is None)
+        if not (self.source / SINGLE_FILE).exists():
+            write_index(target, places, nbytes)
+        return [str(self.rounding), *([] if self.head is None else self._write_config(target))]
+
+    def _names_by_file(self) -> Mapping[str, list[str]]:
+        """The stored tensors that go on, and the head in the place of the output."""
+        result: dict[str, list[str]] = {SINGLE_FILE: list(self.files.stored)}
+        if not (self.source / SINGLE_FILE).exists():
+            result = {}
+            for name, file in read_json(self.source / INDEX_FILE)["weight_map"].items():
+                result.setdefault(file, []).append(name)
+        if self.head is None:
+            return result
+        (output,) = self.found.architecture.parts(OUTPUT, ())
+        given_up = (output.name, _HEAD)
+        place = next((file for file, names in result.items() if any(name in given_up for name in names)), None)
+        kept = {file: [name for name in names if name not in given_up] for file, names in result.items()}
+        kept[place or next(reversed(kept))].append(_HEAD)
+        return kept
+
+    def _new_name(self, name: str) -> str:
+        """Beside a head, names have their prefix."""
+        if self.head is None or name == _HEAD or not self.bare:
+            return name
+        return f"{self.found.architecture.prefix}{name}"
+
+    def _value(self, name: str) -> Tensor:
+        if self.head is not None and name == _HEAD:
+            weight = next(iter(self.changes))  # in the format of the others, as transformers writes it
+            return self.head.to(self.files.stored[weight].dtype).contiguous()
+        tensor = self.files.read(name, tuple(slice(0, size) for size in self.files.stored[name].shape))
+        return _merged(tensor, self.changes[name], self.rounding) if name in self.changes else tensor
+
+    def _write_config(self, target: Path) -> list[str]:
+        """`config.json` of a classifier; lines for the user."""
+        found, values = self.found, read_json(self.source / CONFIG_FILE)
+        given = tokenizer_of(self.source, found.vocab_size)
+        # Without its files the tokenizer that was used is unknown, and may end texts with any id: none is guessed.
+        tokenizer = None if given.tokenizer_type == "NullTokenizer" else find_tokenizer(given)
+        padding = padding_id(tokenizer, values.get("pad_token_id"), found.vocab_size)
+        values = classifier_json(values, found.architecture, self.names, padding)
+        (target / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        return [f"a classifier: {', '.join(self.names)}", *padding_notes(padding)]
+
+
+def merge_adapter(source: Path, adapter: Path, target: Path) -> list[str]:
+    """Write the Hugging Face folder `target`, which must not exist or be empty: `source` with the LoRA adapter added;
+    lines for the user, the first with the error of rounding.
+
+    With the adapter of a classifier it becomes one of transformers' `ForSequenceClassification`. All else is copied as
+    it is. Raises a `CheckpointError`, and nothing of the attempt stays, where a folder is damaged, the adapter isn't
+    LoRA or is of another model.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"--hf {target} exists and is no empty folder: choose a new one")
-    rounding = Rounding()
     with TensorFiles(source) as files:
-        changes = _changes(source, adapter, files)
+        merge = _Merge(source, read_adapter(adapter), files)
         with new_folder(target) as temporary:
-            for file, names in _names_by_file(source, files).items():
-                content = {}
-                for name in names:
-                    tensor = files.read(name, tuple(slice(0, size) for size in files.stored[name].shape))
-                    content[name] = _merged(tensor, changes[name], rounding) if name in changes else tensor
-                save_file(content, temporary / file, metadata={"format": "pt"})
-            copy_small_files(source, temporary, config=True)
-            if not (source / SINGLE_FILE).exists():
-                shutil.copyfile(source / INDEX_FILE, temporary / INDEX_FILE)
-    return rounding
+            return merge.write(temporary)
 
 
-def _changes(source: Path, folder: Path, files: TensorFiles) -> dict[str, _Change]:
-    """By the name of the stored weight."""
-    adapter, found = read_adapter(folder), read_huggingface_config(source)
-    if adapter.kind != "lora":
-        raise CheckpointError(f"{folder} is a {adapter.kind}: it has vectors of its own, which no weight can take up")
-    if SCORE in adapter.tensors:
+def _class_names(added: Adapter, head: Tensor, base: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Those beside the adapter, else those of the `base` model, else numbers."""
+    count, told = head.shape[0], read_class_names(added.where)
+    if told is not None and len(told) != count:
         raise CheckpointError(
-            f"{folder} is of a classifier: it comes with a head, which isn't merged; PEFT loads it beside {source}"
+            f"{added.where / CLASSES_FILE} names {len(told)} classes ({', '.join(told)}), but the head is of {count}"
         )
-    from_peft(adapter, found.model, found.vocab_size)  # refuses one of another model
-    prefix = found.architecture.prefix
-    bare = not any(name.startswith(prefix) for name in files.stored)
-    transposed = any(layer.transposed for layer in hf_linears(found.architecture, found.model))
-    changes = {}
-    for module, (a, b) in adapter.pairs().items():
-        name = f"{module.removeprefix(prefix) if bare else module}.weight"
-        stored = files.stored.get(name)
-        shape = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
-        if stored is None or stored.dtype is None or stored.shape != shape:
-            raise CheckpointError(f"{source} has no weight {name} of {list(shape)} in a plain number format")
-        changes[name] = _Change(a, b, adapter.factor(module, a.shape[0]), transposed)
-    return changes
-
-
-def _names_by_file(source: Path, files: TensorFiles) -> Mapping[str, list[str]]:
-    if (source / SINGLE_FILE).exists():
-        return {SINGLE_FILE: list(files.stored)}
-    result: dict[str, list[str]] = {}
-    for name, file in read_json(source / INDEX_FILE)["weight_map"].items():
-        result.setdefault(file, []).append(name)
-    return result
+    if count < 2:
+        raise CheckpointError(f"{added.where}: its head is of {count} class; a classifier decides for one of several")
+    return told or base or tuple(unnamed_classes(count))
 
 
 def _merged(weight: Tensor, change: _Change, rounding: Rounding) -> Tensor:

@@ -110,7 +110,8 @@ class Loop:
         if split == "valid" and not validation.full_validation:
             assert training.global_batch_size is not None
             state.consumed_valid_samples += validation.eval_iters * training.global_batch_size
-        record = EvaluationRecord(state.iteration, split, loss, scores)
+        of_tokens = self.config.finetune.task != "classification"
+        record = EvaluationRecord(state.iteration, split, loss, scores, of_tokens)
         for sink in self.sinks:
             sink.evaluation(record)
 

@@ -42,16 +42,19 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """One evaluation of a split after `iteration` steps. `scores`: what else was measured, by name."""
+    """One evaluation of a split after `iteration` steps. `scores`: what else was measured, by name. `of_tokens`: the
+    loss is of next tokens, not of classes."""
 
     iteration: int
     split: str
     lm_loss: float
     scores: Mapping[str, float] = field(default_factory=dict)
+    of_tokens: bool = True
 
     @property
-    def perplexity(self) -> float:
-        return math.exp(min(20.0, self.lm_loss))
+    def perplexity(self) -> float | None:
+        """None where the loss is of classes, which have none."""
+        return math.exp(min(20.0, self.lm_loss)) if self.of_tokens else None
 
 
 class Sink(Protocol):
@@ -117,10 +120,11 @@ class LogLines:
 
     def evaluation(self, record: EvaluationRecord) -> None:
         name = {"valid": "validation", "test": "test"}.get(record.split, record.split)
-        line = (
-            f" {name} loss at iteration {record.iteration} | lm loss value: {record.lm_loss:.6E} "
-            f"| lm loss PPL: {record.perplexity:.6E} | "
-        ) + "".join(f"{score.replace('_', ' ')}: {value:.4f} | " for score, value in record.scores.items())
+        values = [f"lm loss value: {record.lm_loss:.6E}"]
+        if record.perplexity is not None:
+            values.append(f"lm loss PPL: {record.perplexity:.6E}")
+        values += [f"{score.replace('_', ' ')}: {value:.4f}" for score, value in record.scores.items()]
+        line = f" {name} loss at iteration {record.iteration} | {' | '.join(values)} | "
         print("-" * len(line), line, "-" * len(line), sep="\n", flush=True)
 
     def close(self) -> None:
@@ -196,7 +200,7 @@ class MetricsFile:
                 "iteration": record.iteration,
                 "split": record.split,
                 "lm_loss": _number(record.lm_loss),
-                "ppl": _number(record.perplexity),
+                **({} if record.perplexity is None else {"ppl": _number(record.perplexity)}),
                 **record.scores,
             }
         )
@@ -244,7 +248,8 @@ class TensorBoard:
     def evaluation(self, record: EvaluationRecord) -> None:
         name = "validation" if record.split == "valid" else record.split
         self.writer.add_scalar(f"lm loss {name}", record.lm_loss, record.iteration)
-        self.writer.add_scalar(f"lm loss {name} ppl", record.perplexity, record.iteration)
+        if record.perplexity is not None:
+            self.writer.add_scalar(f"lm loss {name} ppl", record.perplexity, record.iteration)
         for score, value in record.scores.items():
             self.writer.add_scalar(f"{score} {name}", value, record.iteration)
 

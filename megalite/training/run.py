@@ -224,6 +224,7 @@ class Run:
             vocab_size=self.prepared.vocab_size,
             sharded=self.optimizer.sharding.parameters,
             base=self.config.finetune.load_hf,
+            class_names=self.classes,
         )
         self.say(f"saved the adapter in {directory}")
 

@@ -31,12 +31,14 @@ def read_classes(values: Mapping[str, Any], where: str) -> tuple[str, ...] | Non
     count = next((values[name] for name in _COUNTS if isinstance(values.get(name), int)), _DEFAULT_COUNT)
     if labels is None:
         labels = dict(enumerate(unnamed_classes(count)))
+    if not isinstance(labels, Mapping):
+        raise CheckpointError(f"{where}: id2label {labels!r} is no object of numbers and names")
     if kind not in (None, "single_label_classification") or len(labels) < 2:
         raise CheckpointError(
             f"{where}: problem_type {kind!r} with {len(labels)} labels is not supported: a classifier decides for one "
             "of two or more classes"
         )
-    by_number = {str(number): name for number, name in dict(labels).items()}
+    by_number = {str(number): name for number, name in labels.items()}
     names = tuple(str(by_number.get(str(number))) for number in range(len(by_number)))
     if by_number.keys() != {str(number) for number in range(len(names))} or len(set(names)) < len(names):
         raise CheckpointError(f"{where}: id2label {labels} doesn't give every class from 0 on a name of its own")
@@ -48,12 +50,22 @@ def classifier_json(
 ) -> dict[str, Any]:
     """`values` of the network, as `config.json` of a classifier of the classes `names`."""
     kept = {name: value for name, value in values.items() if name not in (*_COUNTS, "problem_type")}
-    return kept | {
-        "architectures": [architecture.classifier_name],
+    return kept | {"architectures": [architecture.classifier_name], **labels_json(names), "pad_token_id": padding}
+
+
+def labels_json(names: Sequence[str]) -> dict[str, Any]:
+    """The fields that name classes."""
+    return {
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
-        "pad_token_id": padding,
     }
+
+
+def padding_notes(padding: int | None) -> list[str]:
+    """What the user of a classifier must know of its padding."""
+    if padding is not None:
+        return []
+    return ["pad_token_id is null, since no id is known that ends no text: give transformers one text at a time"]
 
 
 def padding_id(tokenizer: Tokenizer | None, stored: Any, rows: int) -> int | None:

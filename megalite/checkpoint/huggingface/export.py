@@ -19,20 +19,18 @@ from torch import Tensor
 from megalite.checkpoint.checkpoint import read_config
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import HEAD, Architecture
-from megalite.checkpoint.huggingface.classes import classifier_json, padding_id
+from megalite.checkpoint.huggingface.classes import classifier_json, padding_id, padding_notes
 from megalite.checkpoint.huggingface.config import describe_network
-from megalite.checkpoint.huggingface.files import INDEX_FILE, SINGLE_FILE, Entry, new_folder, write_safetensors
+from megalite.checkpoint.huggingface.files import SINGLE_FILE, Entry, new_folder, write_index, write_safetensors
 from megalite.checkpoint.huggingface.parts import Part
-from megalite.checkpoint.huggingface.travel import copy_small_files, copy_tokenizer, origin
+from megalite.checkpoint.huggingface.travel import copy_small_files, copy_tokenizer, find_tokenizer, origin
 from megalite.checkpoint.huggingface.weights import EMBEDDING
 from megalite.checkpoint.metadata import Index, TensorInfo, check_files, read_index
 from megalite.checkpoint.storage import CONFIG_FILE, CheckpointDirectory, read_json
 from megalite.checkpoint.streaming import read_logical
-from megalite.config.errors import UserError
 from megalite.config.schema import RunConfig
 from megalite.config.schema_finetune import unnamed_classes
 from megalite.data.tokenizer_base import Tokenizer
-from megalite.data.tokenizers import build_tokenizer
 
 SHARD_BYTES = 4 * 10**9
 _PREFIX = "model."
@@ -62,9 +60,9 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     tensors = {key.removeprefix(_PREFIX): info for key, info in index.tensors().items() if key.startswith(_PREFIX)}
     config = read_config(source)
     if EMBEDDING not in tensors and config.peft.peft != "none":
-        remedy = "tools/merge_adapter.py adds what finetune.py wrote for --save-adapter to the model's own folder"
-        if HEAD in tensors:
-            remedy = "of a classifier it is what finetune.py wrote for --save-adapter that PEFT loads beside the model"
+        remedy = "PEFT loads what finetune.py wrote for --save-adapter beside the model"
+        if config.peft.peft == "lora":
+            remedy = "tools/merge_adapter.py adds what finetune.py wrote for --save-adapter to the model's own folder"
         raise CheckpointError(f"{source.path} holds only what was trained beside a model; {remedy}")
     if EMBEDDING not in tensors:
         raise CheckpointError(f"{source.path} holds no {_PREFIX}{EMBEDDING}: it is no checkpoint of a GPT")
@@ -74,17 +72,13 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     with new_folder(target) as temporary:
         _write_tensors(source.path, index, _files(plan, shard_bytes), temporary)
         notes = _write_small_files(config, values, known, temporary)
-    if HEAD in tensors and values["pad_token_id"] is None:
-        notes.append(
-            "pad_token_id is null, since no id is known that ends no text: give transformers one text at a time"
-        )
-    return notes
+    return [*notes, *(padding_notes(values["pad_token_id"]) if HEAD in tensors else [])]
 
 
 def _config_json(
     config: RunConfig, tensors: dict[str, TensorInfo], known: Path | None
 ) -> tuple[Architecture, dict[str, Any]]:
-    table, tokenizer = tensors[EMBEDDING], _tokenizer(config)
+    table, tokenizer = tensors[EMBEDDING], find_tokenizer(config.tokenizer)
     source = None if known is None else read_json(known / CONFIG_FILE)
     architecture, values = describe_network(config.model, table.shape[0], source)
     if source is None:
@@ -97,14 +91,6 @@ def _config_json(
         values = classifier_json(values, architecture, names, padding)
     name = "torch_dtype" if "torch_dtype" in values else "dtype"
     return architecture, values | {name: str(table.dtype).removeprefix("torch.")}
-
-
-def _tokenizer(config: RunConfig) -> Tokenizer | None:
-    """The run's; None where its files are elsewhere by now, which the notes say."""
-    try:
-        return build_tokenizer(config.tokenizer)
-    except UserError:
-        return None
 
 
 def _token_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
@@ -162,8 +148,7 @@ def _write_tensors(checkpoint: Path, index: Index, files: dict[str, list[_Planne
     if len(files) > 1:
         total = sum(one.nbytes for group in files.values() for one in group)
         places = {one.part.name: file for file, group in files.items() for one in group}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}, indent=2)
-        (target / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
+        write_index(target, places, total)
 
 
 def _write_small_files(config: RunConfig, values: dict[str, Any], known: Path | None, target: Path) -> list[str]:

@@ -169,6 +169,12 @@ def write_safetensors(stream: BinaryIO, entries: Sequence[Entry], metadata: Mapp
         stream.write(entry.read().reshape(-1).view(torch.uint8).numpy().data)
 
 
+def write_index(folder: Path, places: Mapping[str, str], nbytes: int) -> None:
+    """Write which of several files holds each tensor; `nbytes` of all tensors."""
+    text = json.dumps({"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(places.items()))}, indent=2)
+    (folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A temporary folder that becomes `target` (absent or empty) when the block ends well; else nothing of it stays.

@@ -11,7 +11,10 @@ import shutil
 from pathlib import Path
 
 from megalite.checkpoint.storage import CONFIG_FILE
+from megalite.config.errors import UserError
 from megalite.config.schema import TokenizerConfig
+from megalite.data.tokenizer_base import Tokenizer
+from megalite.data.tokenizers import build_tokenizer
 
 FOLDER = "huggingface"
 TOKENIZER_FILES = (
@@ -52,6 +55,14 @@ def tokenizer_of(folder: Path, vocab_size: int) -> TokenizerConfig:
         vocabulary, merges = str(folder / "vocab.json"), str(folder / "merges.txt")
         return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges)
     return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size - 1)
+
+
+def find_tokenizer(tokenizer: TokenizerConfig) -> Tokenizer | None:
+    """A tokenizer; None where its files aren't there or can't be used."""
+    try:
+        return build_tokenizer(tokenizer)
+    except UserError:
+        return None
 
 
 def origin(root: Path, tokenizer: TokenizerConfig) -> Path | None:
