@@ -47,8 +47,8 @@ def parser() -> FlagParser:
     return flags
 
 
-def put_adapter(loaded: LoadedModel, folder: str) -> None:
-    """On the model, unmerged."""
+def put_adapter(loaded: LoadedModel, folder: str, model: str) -> LoadedModel:
+    """On the model, unmerged. `model`: the folder that it came from."""
     from megalite.peft.adapter import load_adapter
     from megalite.peft.files import base_note
     from megalite.precision.policy import Precision
@@ -56,8 +56,8 @@ def put_adapter(loaded: LoadedModel, folder: str) -> None:
     kind = load_adapter(
         loaded.model, folder, mesh=loaded.mesh, precision=Precision.from_config(loaded.config.precision)
     )
-    loaded.notes.append(f"with the {kind.peft} adapter {folder}")
-    loaded.notes.extend(filter(None, [base_note(folder, loaded.name)]))
+    notes = [f"with the {kind.peft} adapter {folder}", base_note(folder, model)]
+    return loaded.with_adapter(folder, filter(None, notes))
 
 
 def main(arguments: list[str]) -> int:
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
 
     loaded = command.load(given, {path: getattr(given, path) for path in explicit_fields(given)})
     if given.adapter is not None:
-        put_adapter(loaded, given.adapter)
+        loaded = put_adapter(loaded, given.adapter, given.load_hf or given.load)
     command.run(loaded, given, options)
     return 0
 

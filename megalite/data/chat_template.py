@@ -172,8 +172,11 @@ class Chat:
 
     def prompt(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[int]:
         """The ids after which the model answers, as training shows them."""
-        pieces = self.encoder.encode(self.template.prompt_segments(messages, tools=tools))
-        return [i for piece in pieces for i in piece.ids]
+        return self.ids(self.template.prompt_segments(messages, tools=tools))
+
+    def ids(self, segments: Sequence[Segment]) -> list[int]:
+        """The ids of what the template writes."""
+        return [i for piece in self.encoder.encode(segments) for i in piece.ids]
 
     def end_of_turn(self) -> int:
         """The id that ends an answer: generation stops there."""

@@ -13,11 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
+
 from megalite.config.errors import UserError
+from megalite.data.sft import ROLES
 from megalite.inference.chat import Dialogue
 from megalite.inference.load import LoadedModel
 from megalite.inference.options import GenerationOptions
-from megalite.inference.text import encode_prompts
+from megalite.inference.text import TooLongError, encode_prompts
 
 MAX_PROMPTS, MAX_MESSAGES = 16, 1024
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
@@ -90,11 +93,12 @@ def read_job(
     usage = stream_options.take("include_usage", bool, False)
     try:
         if chat:
-            prompts, ends = _chat_prompt(fields, dialogue), dialogue.ends if dialogue else frozenset()
+            prompts, ends = _chat_prompt(fields, loaded, dialogue), dialogue.ends if dialogue else frozenset()
         else:
             prompts, ends = _prompts(fields, loaded), loaded.ends
     except UserError as error:
-        raise ApiError(400, str(error), param="messages" if chat else "prompt") from None
+        code = "context_length_exceeded" if isinstance(error, TooLongError) else None
+        raise ApiError(400, str(error), param="messages" if chat else "prompt", code=code) from None
     asked = fields.take("max_completion_tokens", int, None) if chat else None
     asked = fields.take("max_tokens", int, None) if asked is None else asked
     options = _with_room(options, asked, prompts, loaded.context)
@@ -108,7 +112,22 @@ def _parse(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object")
+    for name, one in value.items():
+        _check_unicode(name, one)
     return value
+
+
+def _check_unicode(name: str, value: Any) -> None:
+    """JSON can write half a character (a lone surrogate), which no tokenizer and no template takes."""
+    try:
+        json.dumps([name, value], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.start + 1]
+        raise ApiError(
+            400, f"{ascii(name)[1:-1]} holds {half!a}, half of a surrogate pair: not valid UTF-8", param=name
+        ) from None
+    except RecursionError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -184,16 +203,26 @@ def _prompts(fields: _Fields, loaded: LoadedModel) -> list[list[int]]:
     values: list[Any] = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
     _require(len(values) <= MAX_PROMPTS, "prompt", f"must be at most {MAX_PROMPTS} prompts")
     if all(isinstance(one, str) for one in values):
-        return encode_prompts(loaded.tokenizer, values)
+        return encode_prompts(loaded.tokenizer, values, most=loaded.most_characters)
     rows = loaded.model.vocab_size
     for one in values:
         good = isinstance(one, list) and len(one) > 0 and all(type(i) is int for i in one)
         _require(good, "prompt", "must be a string, a list of token ids, or a list of either, none of them empty")
         _require(all(0 <= i < rows for i in one), "prompt", f"holds an id outside the vocabulary of {rows}")
+        wrong = _first_unknown(one, loaded)
+        _require(wrong is None, "prompt", f"holds the id {wrong}, which the tokenizer does not have")
     return values
 
 
-def _chat_prompt(fields: _Fields, dialogue: Dialogue | None) -> list[list[int]]:
+def _first_unknown(ids: list[int], loaded: LoadedModel) -> int | None:
+    """Of ids that have a row in the model, the first that the tokenizer doesn't know."""
+    if loaded.unknown is None:
+        return None
+    found = torch.isin(torch.tensor(ids), loaded.unknown.cpu()).nonzero()
+    return ids[int(found[0])] if len(found) else None
+
+
+def _chat_prompt(fields: _Fields, loaded: LoadedModel, dialogue: Dialogue | None) -> list[list[int]]:
     if dialogue is None:
         raise UserError(
             "this model has no chat template: start the server with --chat-template, or use /v1/completions"
@@ -203,14 +232,16 @@ def _chat_prompt(fields: _Fields, dialogue: Dialogue | None) -> list[list[int]]:
     _require(good, "messages", f"must be a list of 1 to {MAX_MESSAGES} messages")
     assert isinstance(messages, list)
     plain = [_message(one, number) for number, one in enumerate(messages)]
-    return [dialogue.prompt([*(dialogue.opening if plain[0]["role"] != "system" else []), *plain])]
+    opening = dialogue.opening if plain[0]["role"] != "system" else []
+    return [dialogue.prompt([*opening, *plain], most=loaded.most_characters)]
 
 
 def _message(value: Any, number: int) -> dict[str, str]:
     where = f"messages[{number}]"
     _require(isinstance(value, dict), where, "must be an object with role and content")
     role, content = value.get("role"), value.get("content")
-    _require(isinstance(role, str), f"{where}.role", "must be a string")
+    role = "system" if role == "developer" else role  # OpenAI's later name for it, which templates don't know
+    _require(role in ROLES, f"{where}.role", f"must be one of {', '.join(ROLES)}, developer")
     if isinstance(content, list):
         texts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content

@@ -13,7 +13,7 @@ from megalite.config.errors import UserError
 from megalite.data.chat_template import Chat, Message, load_chat
 from megalite.inference.load import LoadedModel
 from megalite.inference.options import GenerationOptions
-from megalite.inference.text import Writing, check_text
+from megalite.inference.text import Writing, check_characters, check_text
 
 HELP = "/reset begins anew, /exit ends; Ctrl-C cuts an answer short"
 
@@ -26,10 +26,15 @@ class Dialogue:
         self.chat, self.ends = chat, ends
         self.opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids after which the model answers. A UserError where the template refuses the messages."""
-        check_text([str(message["content"]) for message in messages], "message")
-        ids = self.chat.prompt(messages)
+    def prompt(self, messages: Sequence[Message], *, most: int | None = None) -> list[int]:
+        """The ids after which the model answers. A UserError where the template refuses the messages.
+
+        `most`: characters that it may make of them, see `check_characters`.
+        """
+        check_text([f"{message['role']} {message['content']}" for message in messages], "message")
+        segments = self.chat.template.prompt_segments(messages)
+        check_characters(["".join(segment.text for segment in segments)], most)
+        ids = self.chat.ids(segments)
         if not ids:
             raise UserError(f"the chat template {self.chat.template.name} makes no text of it")
         return ids

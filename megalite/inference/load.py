@@ -6,8 +6,11 @@ override where things have moved. Weights lie there in global coordinates, so on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ from megalite.distributed.launch import Environment, choose_device, set_threads
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pieces import Piece, whole
 from megalite.inference.generate import virtual_tokens
-from megalite.inference.vocabulary import unknown_ids
+from megalite.inference.vocabulary import characters_per_id, unknown_ids
 from megalite.models.gpt import GPTStage
 from megalite.models.whole import build_whole
 from megalite.nn.module import named_specs
@@ -43,7 +46,8 @@ _UNBOUNDED = 4096  # tokens of a context where neither the network nor its train
 @dataclass(frozen=True)
 class LoadedModel:
     """`notes`: what the user should know of what was loaded. `ends`: ids at which a text ends. `unknown` int64: rows of
-    the vocabulary that the tokenizer has no id for, never to be chosen. `name`: of the folder."""
+    the vocabulary that the tokenizer has no id for, never to be chosen. `name`: of the folder as the user gave it, then
+    a plus sign and the adapter's where there is one."""
 
     model: GPTStage
     tokenizer: Tokenizer
@@ -59,6 +63,16 @@ class LoadedModel:
         """Tokens of the longest text that the model was made for."""
         whole = self.config.model.max_position_embeddings or self.config.data.seq_length or _UNBOUNDED
         return whole - virtual_tokens(self.model)
+
+    @cached_property
+    def most_characters(self) -> int | None:
+        """A longer prompt leaves no room in the context, whatever its text; None where no such length is known."""
+        each = characters_per_id(self.tokenizer)
+        return None if each is None else each * (self.context - 1)
+
+    def with_adapter(self, folder: str, notes: Iterable[str]) -> LoadedModel:
+        """What it is once the adapter in `folder` has been put on."""
+        return dataclasses.replace(self, name=f"{self.name}+{_name_of(folder)}", notes=[*self.notes, *notes])
 
 
 def load_for_generation(root: str, *, step: int | None = None, given: Mapping[str, Any] | None = None) -> LoadedModel:
@@ -125,8 +139,13 @@ class _Prepared:
         if self.tokenizer.eod is not None:
             ends.add(self.tokenizer.eod)
         unknown = torch.tensor(unknown_ids(self.tokenizer, self.rows), dtype=torch.int64)
-        name = Path(folder).resolve().name
+        name = _name_of(folder)
         return LoadedModel(self.model, self.tokenizer, self.config, self.mesh, notes, frozenset(ends), unknown, name)
+
+
+def _name_of(folder: str) -> str:
+    """The last part of a path as it was given: of a link its own, not its target's."""
+    return os.path.basename(os.path.abspath(folder)) or "model"
 
 
 def override(config: RunConfig, given: Mapping[str, Any]) -> RunConfig:

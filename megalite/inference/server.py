@@ -1,13 +1,14 @@
 """A small HTTP server in the form of OpenAI's API, for this machine alone.
 
-Key idea: one thread does all work of the model, a step at a time. So requests take turns token by token, none waits for
-another's whole answer, and a client that stops reading holds nothing but its own memory. What a request may cost is
-bounded beforehand: bytes of its body, tokens of its prompts and answers, requests at a time, connections, time to read
-and write.
+Key idea: a client costs no more than was bounded beforehand: connections, bytes of a body, time to read and write. An
+answer keeps its place among those being written until its client has taken it, so a client that reads too slowly is
+dropped once it has let the server wait for WRITE_SECONDS in all. What is said in HTTP is said properly, errors too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import select
 import socket
@@ -17,82 +18,30 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import Any
+from urllib.parse import unquote
 
 from megalite.config.errors import UserError
-from megalite.inference.api import ApiError, Frame, Job, read_job, usage
+from megalite.inference.api import ApiError, Frame, Job, usage
 from megalite.inference.chat import Dialogue
 from megalite.inference.load import LoadedModel
 from megalite.inference.options import GenerationOptions
+from megalite.inference.service import Service
 from megalite.inference.text import Writing
 
 HOST = "127.0.0.1"
-MAX_RUNNING, MAX_CONNECTIONS = 4, 64
-QUEUE_SECONDS, SOCKET_SECONDS = 120.0, 60.0
+MAX_CONNECTIONS = 64
+SOCKET_SECONDS = 60.0
+WRITE_SECONDS = 30.0  # of waiting for a client to take its answer, beyond what the system's buffers hold
+LINGER_SECONDS = 5.0
 _LOCAL = ("127.0.0.1", "localhost")
 _POSTS = {"/v1/completions": False, "/v1/chat/completions": True}  # whether it is a chat
 
 
 class _ClientGone(Exception):
     """Nobody waits for the answer any more."""
-
-
-class Service:
-    """A model and what requests need of it. `defaults`: options of a request that doesn't say. `dialogue`: None where
-    the model has no chat template."""
-
-    def __init__(self, loaded: LoadedModel, defaults: GenerationOptions, dialogue: Dialogue | None):
-        self.loaded, self.defaults, self.dialogue = loaded, defaults, dialogue
-        self.created = int(time.time())
-        self.max_body = max(1 << 20, 32 * loaded.context)
-        self._closing = threading.Event()
-        self._slots = threading.BoundedSemaphore(MAX_RUNNING)
-        self._model_thread = ThreadPoolExecutor(1, "model")
-
-    def read(self, body: bytes, *, chat: bool) -> Job:
-        """Raises an ApiError."""
-        return read_job(body, chat=chat, loaded=self.loaded, defaults=self.defaults, dialogue=self.dialogue)
-
-    def write(self, job: Job, check: Callable[[], None]) -> Iterator[Writing | list[str]]:
-        """First the answers, which grow, then what becomes known of each. `check` may raise to give up.
-
-        Raises an ApiError where too many others wait, and what the model's steps raise.
-        """
-        if not self._slots.acquire(timeout=QUEUE_SECONDS):
-            raise ApiError(503, f"{MAX_RUNNING} other requests are being answered: try again later")
-        try:
-
-            def go_on() -> None:
-                if self._closing.is_set():
-                    raise ApiError(503, "the server is ending")
-                check()
-
-            check()
-            writing = Writing(
-                self.loaded, job.prompts, job.options, stop=job.ends, stop_strings=job.stop_strings, check=go_on
-            )
-            yield writing
-            steps = iter(writing)
-            while (texts := self._on_model_thread(lambda: next(steps, None))) is not None:
-                yield texts
-        finally:
-            self._slots.release()
-
-    def _on_model_thread(self, step: Callable[[], list[str] | None]) -> list[str] | None:
-        try:
-            return self._model_thread.submit(step).result()
-        except (RuntimeError, CancelledError) as error:
-            if self._closing.is_set():
-                raise ApiError(503, "the server is ending") from None
-            raise error
-
-    def close(self) -> None:
-        """End all answers after the step that the model is at, and wait for that."""
-        self._closing.set()
-        self._model_thread.shutdown(cancel_futures=True)
 
 
 class ApiServer(ThreadingTCPServer):
@@ -117,6 +66,8 @@ class ApiServer(ThreadingTCPServer):
         if self._connections.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
+            with contextlib.suppress(OSError):
+                _refuse(request)
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -135,12 +86,28 @@ class ApiServer(ThreadingTCPServer):
         self.service.close()
 
 
+def _refuse(connection: socket.socket) -> None:
+    """Tell a client that there are too many. What it has sent is taken first, since closing on it would reset the
+    connection, and with it the answer."""
+    connection.settimeout(0.1)
+    with contextlib.suppress(TimeoutError):
+        connection.recv(1 << 16)
+    error = ApiError(503, f"there are {MAX_CONNECTIONS} connections already: try again later")
+    body = json.dumps(error.body()).encode()
+    head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+
+
 def serve(loaded: LoadedModel, defaults: GenerationOptions, dialogue: Dialogue | None, port: int) -> None:
     """Answer requests until SIGINT, or a SIGTERM that unwinds the stack (see `run_tool`)."""
     server = ApiServer(Service(loaded, defaults, dialogue), port)
     try:
         chat = "" if dialogue else " (no chat template: completions alone)"
-        sys.stderr.write(f"{loaded.name} on http://{HOST}:{server.port}/v1{chat}; Ctrl-C ends it\n")
+        url = f"http://{HOST}:{server.port}/v1"
+        sys.stderr.write(f"{loaded.name} on {url}{chat}; Ctrl-C ends it\n")
+        message = '{"messages": [{"role": "user", "content": "Hello"}]}'
+        path, body = ("chat/completions", message) if dialogue else ("completions", '{"prompt": "Hello"}')
+        sys.stderr.write(f"try: curl {url}/{path} -d '{body}'\n")
         server.serve_forever(poll_interval=0.2)
     except (KeyboardInterrupt, SystemExit):
         sys.stderr.write("the server ends\n")
@@ -148,28 +115,76 @@ def serve(loaded: LoadedModel, defaults: GenerationOptions, dialogue: Dialogue |
         server.close()
 
 
+class _PatientWriter(io.BufferedIOBase):
+    """Writes to a connection. `seconds`: of waiting for the client that are left, all writes together; then a
+    TimeoutError."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection, self.seconds = connection, WRITE_SECONDS
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        begin = time.monotonic()
+        self.connection.settimeout(max(self.seconds, 0.001))
+        try:
+            self.connection.sendall(data)
+        finally:
+            self.seconds -= time.monotonic() - begin
+            self.connection.settimeout(SOCKET_SECONDS)
+        return len(data)
+
+
 class _Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     server: ApiServer
     protocol_version, server_version, sys_version = "HTTP/1.1", "megalite", ""
+    default_request_version = "HTTP/1.0"  # of what is no request: its answer has a status line too
     timeout, disable_nagle_algorithm = SOCKET_SECONDS, True
-    begun = False  # whether a part of the answer is on its way
+
+    def setup(self) -> None:
+        super().setup()
+        self.wfile = self.writer = _PatientWriter(self.connection)
+
+    def handle_one_request(self) -> None:
+        self.begun = False  # whether a part of the answer is on its way
+        self.unread = True  # whether the client may have sent more than was read
+        self.half_closed = False
+        self.writer.seconds = WRITE_SECONDS
+        super().handle_one_request()
+
+    def finish(self) -> None:
+        super().finish()
+        if self.unread:
+            with contextlib.suppress(OSError):
+                self._linger()
+
+    def _linger(self) -> None:
+        """Take what the client still sends, within bounds: closing on it would reset the connection, and with it the
+        answer that the client has yet to read."""
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.settimeout(LINGER_SECONDS / 5)
+        left, end = 16 * self.server.service.max_body, time.monotonic() + LINGER_SECONDS
+        while left > 0 and time.monotonic() < end and (part := self.connection.recv(1 << 16)):
+            left -= len(part)
 
     def do_GET(self) -> None:
         self._answer(self._get)
 
+    do_HEAD = do_GET
+
     def do_POST(self) -> None:
         self._answer(self._post)
 
-    def _answer(self, respond: Callable[[str], None]) -> None:
-        self.begun = False
+    def _answer(self, respond: Callable[[str, bytes], None]) -> None:
         try:
-            host = self.headers.get("Host", HOST).rsplit(":", 1)[0] if self.headers else HOST
-            if host not in _LOCAL:  # a page of some web site that had its name point here
+            host = self.headers.get("Host", HOST).rsplit(":", 1)[0]
+            if host.lower() not in _LOCAL:  # a page of some web site that had its name point here
                 self.close_connection = True
                 raise ApiError(403, f"this server answers for {', '.join(_LOCAL)} alone")
-            respond(self.path.partition("?")[0])
+            respond(self._asked(), self._body())
         except ApiError as error:
             self._fail(error)
         except (_ClientGone, ConnectionError, TimeoutError):
@@ -180,7 +195,21 @@ class _Handler(BaseHTTPRequestHandler):
             traceback.print_exc()
             self._fail(ApiError(500, "the server failed on this request; its output says how"))
 
-    def _get(self, path: str) -> None:
+    def _asked(self) -> str:
+        """The path that is asked for."""
+        return unquote(self.path.partition("?")[0])
+
+    def _get(self, path: str, _: bytes) -> None:
+        answers = self._pages()
+        if path in answers:
+            self._send(200, answers[path])
+        elif path in _POSTS:
+            raise ApiError(405, f"{path} takes POST")
+        else:
+            raise ApiError(404, f"there is no {path[:100]}")
+
+    def _pages(self) -> dict[str, dict[str, Any]]:
+        """What there is to read, by path."""
         service = self.server.service
         name = service.loaded.name
         model = {"id": name, "object": "model", "created": service.created, "owned_by": "megalite"}
@@ -189,17 +218,12 @@ class _Handler(BaseHTTPRequestHandler):
             "/v1/models": {"object": "list", "data": [model]},
             f"/v1/models/{name}": model,
         }
-        if path in answers:
-            self._send(200, answers[path])
-        elif path in _POSTS:
-            raise ApiError(405, f"{path} takes POST")
-        else:
-            raise ApiError(404, f"there is no {path[:100]}")
+        posts = [path for path, chat in _POSTS.items() if service.dialogue or not chat]
+        return {"/": {"model": name, "GET": ["/", *answers], "POST": posts}, **answers}
 
-    def _post(self, path: str) -> None:
-        body = self._body()
+    def _post(self, path: str, body: bytes) -> None:
         if path not in _POSTS:
-            known = path in ("/health", "/v1/models")
+            known = path in self._pages()
             raise ApiError(405 if known else 404, f"{path} takes GET" if known else f"there is no {path[:100]}")
         service = self.server.service
         job = service.read(body, chat=_POSTS[path])
@@ -219,31 +243,23 @@ class _Handler(BaseHTTPRequestHandler):
             steps.close()  # type: ignore[attr-defined]
 
     def _body(self) -> bytes:
-        """Raises an ApiError, and then the connection is of no more use."""
+        """What a POST must have and any other request may. Raises an ApiError, and then the connection is of no more
+        use."""
         length, most = self.headers.get("Content-Length"), self.server.service.max_body
+        if length is None and self.command != "POST":
+            length = "0"
         unusable, self.close_connection = self.close_connection, True
         if length is None or "Transfer-Encoding" in self.headers:
             raise ApiError(411, "Content-Length is missing")
         if not (length.isascii() and length.isdigit()):
             raise ApiError(400, "Content-Length is not a number")
         if len(length) > 18 or int(length) > most:
-            self._discard(most * 16)
             raise ApiError(413, f"the body may have {most} bytes", code="request_too_large")
         body = self.rfile.read(int(length))
         if len(body) < int(length):
-            raise _ClientGone
-        self.close_connection = unusable
+            raise ApiError(400, f"the body ends after {len(body)} of {length} bytes")
+        self.close_connection, self.unread = unusable, False
         return body
-
-    def _discard(self, most: int) -> None:
-        """Take what the client is sending, since it reads no answer before that; within bounds."""
-        end = time.monotonic() + 5.0
-        left = min(int(self.headers["Content-Length"][:18]), most)
-        while left > 0 and time.monotonic() < end:
-            part = self.rfile.read(min(left, 1 << 16))
-            if not part:
-                return
-            left -= len(part)
 
     def _stream(self, job: Job, frame: Frame, steps: Iterator[Writing | list[str]]) -> None:
         """Server-sent events; the connection ends with them, as they have no length."""
@@ -283,10 +299,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        if status == 405:
+            self.send_header("Allow", "POST" if self._asked() in _POSTS else "GET, HEAD")
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def _fail(self, error: ApiError) -> None:
         """The error as an answer, or as an event where the answer has begun."""
@@ -305,11 +324,20 @@ class _Handler(BaseHTTPRequestHandler):
         self._fail(ApiError(int(code), message or explain or "bad request"))
 
     def _check_client(self) -> None:
-        """Raises where the client has closed the connection."""
+        """Raises where the client has closed the connection.
+
+        One that will send no more may still read. Which of the two it is shows once something is sent to it, since a
+        closed connection is then reset. HTTP lets a server say 100 at any time before an answer.
+        """
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         try:
-            if poll.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
-                raise _ClientGone
+            for _, state in poll.poll(0):
+                if state & (select.POLLERR | select.POLLHUP):
+                    raise _ClientGone
+                if not self.half_closed and not self.connection.recv(1, socket.MSG_PEEK):
+                    self.half_closed = True
+                    if not self.begun and self.request_version >= "HTTP/1.1":
+                        self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         except OSError:
             raise _ClientGone from None

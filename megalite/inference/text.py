@@ -112,13 +112,18 @@ class Writing:
         return sum(len(result.tokens) for result in self.results)
 
 
-def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
-    """Ids of each prompt, as the tokenizer gives them.
+class TooLongError(UserError):
+    """A text can't fit into the model's context."""
+
+
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str], *, most: int | None = None) -> list[list[int]]:
+    """Ids of each prompt, as the tokenizer gives them. `most`: characters of each, see `check_characters`.
 
     A prompt without ids starts from the end-of-document id, after which documents begin in training, or from the
     tokenizer's begin id where it has no other; a UserError where it has neither.
     """
     check_text(prompts)
+    check_characters(prompts, most)
     start = tokenizer.bos if tokenizer.eod is None else tokenizer.eod
     result = []
     for number, ids in enumerate(tokenizer.tokenize_batch(prompts), start=1):
@@ -135,3 +140,10 @@ def check_text(texts: Sequence[str], what: str = "prompt") -> None:
             text.encode()
         except UnicodeEncodeError:
             raise UserError(f"{what} {number} is not valid UTF-8") from None
+
+
+def check_characters(texts: Sequence[str], most: int | None) -> None:
+    """A TooLongError, before a tokenizer's work on it, where a text has more than `most` characters."""
+    longest = max(map(len, texts))
+    if most is not None and longest > most:
+        raise TooLongError(f"the prompt has {longest} characters, and the model's context no room for over {most}")

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -231,9 +232,13 @@ def test_a_signal_ends_the_server_in_the_middle_of_an_answer(hf: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--load-hf", str(hf), "--threads-per-rank", "1", "--serve", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        lines = [server.stderr.readline() for _ in range(2)]
+        lines = [server.stderr.readline() for _ in range(3)]
         found = re.match(r"tiny on (http://127\.0\.0\.1:\d+/v1); Ctrl-C ends it", lines[1])
         assert found is not None, lines
+        curl, url, data, example = shlex.split(lines[2].removeprefix("try: "))
+        assert (curl, url, data) == ("curl", f"{found[1]}/chat/completions", "-d")
+        with urllib.request.urlopen(url, example.encode(), timeout=60) as answer:
+            assert json.load(answer)["choices"]
         body = json.dumps({"prompt": "a", "max_tokens": 250, "stream": True}).encode()
         with urllib.request.urlopen(f"{found[1]}/completions", body, timeout=60) as answer:
             assert answer.readline().startswith(b"data: {")
