@@ -5,8 +5,7 @@ Key idea: each object is made once, here, from the configuration and those made 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,7 @@ import torch
 
 from megalite.checkpoint.checkpoint import save_checkpoint
 from megalite.checkpoint.storage import CheckpointDirectory, Retention
-from megalite.config.errors import UserError
-from megalite.data.document_mask import SampleSource
 from megalite.data.gpt_dataset import Datasets
-from megalite.data.loader import MicrobatchIterator, microbatch_iterator
-from megalite.data.microbatch import Microbatch
 from megalite.data.splits import split_sizes
 from megalite.distributed.collectives import barrier
 from megalite.distributed.mesh import Mesh
@@ -44,6 +39,7 @@ from megalite.training.classification import DecisionCounts
 from megalite.training.dump import dump_gradients
 from megalite.training.evaluate import Evaluator
 from megalite.training.executor import GPTExecutor
+from megalite.training.feed import Feed
 from megalite.training.loop import Loop
 from megalite.training.memory import PeakMemory, memory_report, peak_process_memory
 from megalite.training.metrics import StepRecord, make_sinks
@@ -53,7 +49,7 @@ from megalite.training.profiling import Profiler, Timeline
 from megalite.training.report import opening_block, predicted_memory
 from megalite.training.signals import StopRequests
 from megalite.training.state import TrainingState
-from megalite.training.task import build_task_datasets, evaluates_whole, has_short_samples
+from megalite.training.task import build_task_datasets
 from megalite.training.timers import Timers
 from megalite.training.trainer import Trainer
 
@@ -86,7 +82,7 @@ class Run:
             self.optimizer.parameters_loaded(with_state=False)
         self.scaler = LossScaler.from_config(config.precision)
         self.state = self._starting_state()
-        self._iterators: dict[str, MicrobatchIterator] = {}
+        self.feed = Feed(config, mesh, self.datasets, self.state)
         self.decisions = None if self.classes is None else DecisionCounts(len(self.classes), mesh)
         self.executor = GPTExecutor(
             self.stages, mesh, label_smoothing=config.model.label_smoothing, optimizer=self.optimizer
@@ -238,58 +234,10 @@ class Run:
         self.optimizer.parameters_loaded(with_state=False)
         self.say(f"loaded {folder} (weights of Hugging Face's format)")
 
-    def _microbatches(self, dataset: SampleSource, *, start: int, total: int | None = None) -> MicrobatchIterator:
-        training, data = self.config.training, self.config.data
-        assert training.micro_batch_size is not None
-        return microbatch_iterator(
-            dataset,
-            start_sample=start,
-            micro_batch_size=training.micro_batch_size,
-            dp_rank=self.mesh.dp.rank,
-            dp_size=self.mesh.dp.size,
-            num_workers=data.num_workers,
-            seed=training.seed,
-            dataloader_type=data.dataloader_type or "single",
-            total=total,
-            trim_multiple=self._trim_multiple,
-            pin_memory=self.mesh.device.type == "cuda",
-        )
-
-    @property
-    def _trim_multiple(self) -> int | None:
-        """What the length of a batch that is cut to its longest sample must be a multiple of; None: none is cut."""
-        if not has_short_samples(self.config):
-            return None
-        return self.mesh.tp.size if self.mesh.layout.sequence_parallel else 1
-
-    def _training_data(self) -> Iterator[Microbatch]:
-        if self.datasets.train is None:
-            return iter(())
-        self._iterators["train"] = self._microbatches(self.datasets.train, start=self.state.consumed_samples)
-        return self._iterators["train"]
-
-    def _evaluation_data(self, split: str) -> Iterator[Microbatch]:
-        """This rank's microbatches for one evaluation; successive ones go on where the last ended."""
-        dataset = self.datasets.valid if split == "valid" else self.datasets.test
-        if dataset is None:
-            raise UserError(f"there is no {split} data to evaluate on")
-        if evaluates_whole(self.config, len(dataset)):
-            return self._whole(dataset)
-        if split not in self._iterators:
-            start = self.state.consumed_valid_samples if split == "valid" else 0
-            self._iterators[split] = self._microbatches(dataset, start=start)
-        count = self.config.validation.eval_iters * self.config.microbatches_per_step(self.mesh.dp.size)
-        return itertools.islice(self._iterators[split], count)
-
-    def _whole(self, dataset: SampleSource) -> Iterator[Microbatch]:
-        with self._microbatches(dataset, start=0, total=len(dataset)) as microbatches:
-            yield from microbatches
-
     def close(self) -> None:
         """End the data-loader workers, and gathers under way."""
         self.optimizer.settle()
-        for iterator in self._iterators.values():
-            iterator.close()
+        self.feed.close()
 
     def save(self) -> None:
         """Write the adapter and a checkpoint of the present state, where they are asked for. Collective over the
@@ -358,7 +306,7 @@ class Run:
             batches=self.batches,
             schedule=self.schedule,
             state=self.state,
-            microbatches=self._training_data(),
+            microbatches=self.feed.training(),
             timers=Timers(config.logging.timing_log_level, mesh.device),
             flops_per_token=partial(training_flops_per_token, config.model, outputs, adapter=self._adapter_work()),
             on_first_gradients=self._dump if config.training.dump_grads is not None else None,
@@ -386,7 +334,7 @@ class Run:
             config=config,
             trainer=self.trainer,
             evaluator=Evaluator(
-                config, mesh, self.executor, self._runtime(None), self.plan, self._evaluation_data, self.decisions
+                config, mesh, self.executor, self._runtime(None), self.plan, self.feed.evaluation, self.decisions
             ),
             total_iterations=self.total_iterations,
             splits=[
