@@ -142,6 +142,12 @@ def _virtual_token_problems(config: RunConfig) -> Iterator[str]:
         )
     if model.window_size is not None:
         yield f"--peft {peft.peft} with --window-size: tokens beyond the window would lose sight of the virtual tokens"
+    apart = config.finetune.sft_packing or config.data.reset_position_ids
+    if peft.peft == "prompt" and apart and model.position_embedding_type in ("dynamic", "longrope"):
+        yield (
+            f"--peft prompt with --sft-packing or --reset-position-ids: {model.position_embedding_type} positions turn "
+            "by a document's length, and one row's virtual tokens can't have the lengths of several documents"
+        )
     tp = layout.tensor_model_parallel_size
     if peft.peft == "prompt" and layout.sequence_parallel and peft.num_virtual_tokens % tp:
         yield f"--sequence-parallel: --tensor-model-parallel-size {tp} does not divide {flag}"

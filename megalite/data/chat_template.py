@@ -144,7 +144,7 @@ class ChatTemplate:
             )
         except UserError:  # it wants another form of conversation, and so is one of those that write much
             return True
-        return bool(text.rpartition(_PROBE)[2].strip())
+        return bool(text.lower().rpartition(_PROBE)[2].strip())  # a template may write it in capitals
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
         try:

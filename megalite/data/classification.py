@@ -94,6 +94,7 @@ class ClassificationDataset:
             "position_ids": np.arange(self.seq_length, dtype=np.int64),
         }
         item["tokens"][:count] = self.texts.sequences.tokens[begin:end]
+        item["position_ids"][count:] -= count  # the padding is no part of the text
         item["labels"][count - 1] = self.texts.classes[text]
         item["loss_mask"][count - 1] = True
         return item

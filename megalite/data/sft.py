@@ -277,7 +277,8 @@ def _pair(line: Line) -> tuple[str, str]:
     for key in ("prompt", "completion"):
         if key not in line.value:
             there = ", ".join(list(line.value)[:8]) or "none"
-            raise line.error(f"messages, or prompt and completion, are needed; the line's keys: {there}")
+            hint = "; labels are for --task classification" if "label" in line.value else ""
+            raise line.error(f"messages, or prompt and completion, are needed; the line's keys: {there}{hint}")
         if not isinstance(line.value[key], str):
             raise line.error(f"{key} must be a string, not {shown(line.value[key])}")
         values.append(line.value[key])

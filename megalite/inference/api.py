@@ -18,6 +18,7 @@ import torch
 from megalite.config.errors import UserError
 from megalite.data.sft import ROLES
 from megalite.inference.chat import Dialogue
+from megalite.inference.generate import most_new_tokens
 from megalite.inference.load import LoadedModel
 from megalite.inference.options import GenerationOptions
 from megalite.inference.text import TooLongError, encode_prompts
@@ -101,7 +102,7 @@ def read_job(
         raise ApiError(400, str(error), param="messages" if chat else "prompt", code=code) from None
     asked = fields.take("max_completion_tokens", int, None) if chat else None
     asked = fields.take("max_tokens", int, None) if asked is None else asked
-    options = _with_room(options, asked, prompts, loaded.context)
+    options = _with_room(options, asked, prompts, loaded)
     return Job(chat, prompts, options, ends, strings, stream, usage)
 
 
@@ -255,10 +256,12 @@ def _message(value: Any, number: int) -> dict[str, str]:
 
 
 def _with_room(
-    options: GenerationOptions, asked: int | None, prompts: list[list[int]], context: int
+    options: GenerationOptions, asked: int | None, prompts: list[list[int]], loaded: LoadedModel
 ) -> GenerationOptions:
     """`options` with the number of new tokens: what was asked for, or what of the default there is room for."""
-    longest = max(map(len, prompts))
+    longest, context = max(map(len, prompts)), loaded.context
+    rooms = [most_new_tokens(loaded.model, len(prompt)) for prompt in prompts]
+    room = min((each for each in rooms if each is not None), default=context)
     _require(asked is None or asked >= 1, "max_tokens", "must be at least 1")
     wanted = 1 if asked is None else asked
     if longest + wanted > context:
@@ -268,7 +271,12 @@ def _with_room(
             param="max_tokens" if longest < context else "prompt",
             code="context_length_exceeded",
         )
-    new = asked or min(options.max_new_tokens, context - longest)
+    _require(
+        asked is None or asked <= room,
+        "max_tokens",
+        f"must be at most {room} after such a prompt: beyond, all positions change",
+    )
+    new = asked or min(options.max_new_tokens, context - longest, room)
     total = len(prompts) * (longest + new)
     most = BATCH_CONTEXTS * context
     _require(total <= most, "prompt", f"comes with its answers to {total} tokens in all; at most {most}")

@@ -108,19 +108,26 @@ def check_lengths(model: GPTStage, prompts: Sequence[Sequence[int]], options: Ge
         )
 
 
-def _check_scaling(model: GPTStage, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
+def most_new_tokens(model: GPTStage, prompt: int) -> int | None:
+    """How many ids may follow a prompt of so many before keys in the cache would have to be turned anew, since dynamic
+    and longrope positions turn by the text's length; None where that bounds nothing."""
     kind, original = model.config.position_embedding_type, model.config.rope_original_max_position_embeddings
     limit = original - virtual_tokens(model)
+    if not scales_by_length(model.config) or (kind == "longrope" and prompt > limit):
+        return None
+    return max(1, limit + 1 - prompt)  # nothing is computed after the last
+
+
+def _check_scaling(model: GPTStage, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
     for number, prompt in enumerate(prompts, start=1):
-        seen = len(prompt) + options.max_new_tokens - 1  # nothing is computed after the last
-        if seen <= limit or seen == len(prompt) or (kind == "longrope" and len(prompt) > limit):
+        room = most_new_tokens(model, len(prompt))
+        if room is None or options.max_new_tokens <= room:
             continue
-        room = limit + 1 - len(prompt)
-        remedy = f"use --max-new-tokens {room} or less" if room > 0 else "use --max-new-tokens 1 or a shorter prompt"
         raise UserError(
             f"prompt {number} has {len(prompt)} tokens; with --max-new-tokens {options.max_new_tokens} the text grows "
-            f"beyond {limit} tokens, where {kind} positions turn all keys differently, but those in the cache stay as "
-            f"they were, so that the text would depend on how it was cut into steps: {remedy}"
+            f"beyond a length where {model.config.position_embedding_type} positions turn all keys differently, but "
+            "those in the cache stay as they were, so that the text would depend on how it was cut into steps: use "
+            f"--max-new-tokens {room} or less, or a shorter prompt"
         )
 
 

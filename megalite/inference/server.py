@@ -251,6 +251,8 @@ class _Handler(BaseHTTPRequestHandler):
         unusable, self.close_connection = self.close_connection, True
         if length is None or "Transfer-Encoding" in self.headers:
             raise ApiError(411, "Content-Length is missing")
+        if len(set(self.headers.get_all("Content-Length", []))) > 1:
+            raise ApiError(400, "Content-Length is said twice, and differently")
         if not (length.isascii() and length.isdigit()):
             raise ApiError(400, "Content-Length is not a number")
         if len(length) > 18 or int(length) > most:

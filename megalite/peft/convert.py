@@ -224,7 +224,11 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
         problems.append("it has no adapters")
     _refuse(adapter, problems)
     if set(names) - values.keys():
-        _refuse(adapter, ["layers_to_transform, or targets of single layers"], "has matrices beside some layers alone")
+        _refuse(
+            adapter,
+            ["layers_to_transform, or targets of single layers"],
+            "is not supported, as it is for some layers alone",
+        )
     _refuse(adapter, _untold(adapter, pairs, layers, model), "doesn't hold what its adapter_config.json says")
     ordered = {part: scales[part] for part in LINEAR_OF if part in scales}
     return values, ordered

@@ -29,11 +29,6 @@ from megalite.peft.files import told_by
 def read_base_model(folder: str) -> tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None]:
     """Network and tokenizer of a Hugging Face folder, and a classifier's classes. A FlagError where they can't be read
     or aren't supported."""
-    if not Path(folder).is_dir():
-        raise FlagError(
-            f"--load-hf {folder} is no folder here, and nothing is downloaded: give the folder of a model, such as "
-            "`hf download NAME --local-dir FOLDER` makes"
-        )
     try:
         found = read_huggingface_config(folder)
     except UserError as error:

@@ -84,6 +84,10 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
         if config.finetune.load_hf is not None and (config.peft.peft != "none" or _starts_fresh(config)):
             _refuse(check_base_weights(config.finetune.load_hf))
+        if config.peft.peft != "none":
+            found, weights_only = resume.locate(config.checkpoint)
+            if found is not None:
+                resume.check_adapter(found, config, weights_only=weights_only)
         _refuse([*vocabulary_problems(config, tokenizer), *check_task(config, tokenizer)])
         if config.peft.prompt_init_text is not None and not tokenizer.tokenize(config.peft.prompt_init_text):
             raise FlagError(f"--prompt-init-text {config.peft.prompt_init_text!r} has no tokens: give it some text")

@@ -17,6 +17,7 @@ from megalite.checkpoint.errors import CheckpointError, agree
 from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.metadata import describe
 from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint, problem
+from megalite.config.check_peft import lora_parts, target_names
 from megalite.config.errors import UserError
 from megalite.config.fields import all_fields
 from megalite.config.schema import CheckpointConfig, RunConfig
@@ -197,9 +198,9 @@ def check_adapter(directory: CheckpointDirectory, config: RunConfig, *, weights_
         raise CheckpointError(f"{directory.path} holds an adapter alone, trained with {theirs}: give that too")
     lines = [f"{ours} replaces the checkpoint's {theirs}"] if theirs and theirs != ours else []
     fields = all_fields()
-    for name in _SHAPES[saved.peft.peft]:
-        before, now = getattr(saved.peft, name), getattr(config.peft, name)
-        if before != now and saved.peft.load_adapter is config.peft.load_adapter is None:
+    for name in _SHAPES[saved.peft.peft] if saved.peft.load_adapter is config.peft.load_adapter is None else ():
+        before, now = _shaping(saved, name), _shaping(config, name)
+        if before != now:
             show = fields[f"peft.{name}"].show
             raise CheckpointError(f"{directory.path} was trained with {show(before)}, and this run has {show(now)}")
     for name in ("lora_alpha", "use_rslora") if saved.peft.peft == "lora" else ():
@@ -216,6 +217,12 @@ _SHAPES = {
     "prompt": ("num_virtual_tokens",),
 }
 """Of each kind of adapter, what its weights' shapes follow from."""
+
+
+def _shaping(config: RunConfig, name: str) -> Any:
+    """The value of a field of `peft`, for targets what it means."""
+    value = getattr(config.peft, name)
+    return lora_parts(config.model, target_names(config.peft)) if name == "lora_target_modules" else value
 
 
 def _refuse_adapter(directory: CheckpointDirectory, saved: RunConfig) -> None:

@@ -46,7 +46,7 @@ def test_the_last_token_of_a_text_carries_its_class(tmp_path: Path) -> None:
         assert item["loss_mask"].nonzero()[0].tolist() == [last]
         assert item["labels"][last] == label
         assert not np.delete(item["labels"], last).any()
-        assert item["position_ids"].tolist() == [0, 1, 2, 3]
+        assert item["position_ids"].tolist() == [*range(last + 1), *range(3 - last)]  # padding is no part of the text
     assert "1 texts were cut" in texts.line("train")
     assert "negative 1, neutral 1, positive 1" in texts.line("train")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.config.errors import FlagError
+from megalite.config.errors import FlagError, UserError
 from megalite.config.resolve import resolve
 from megalite.config.schema import RunConfig
 from megalite.distributed.launch import Environment
@@ -60,7 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_what_does_not_go_together_is_told(kind: str, values: dict[str, str], message: str, folders: Path) -> None:
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(UserError, match=message):
         start(adapter_config(kind, **{name: str(folders / folder) for name, folder in values.items()}))
 
 
@@ -86,7 +86,7 @@ def test_what_changes_the_adapter_or_its_model_is_told(
 )
 def test_another_shape_of_the_adapter_is_told_by_its_flag(values: dict[str, Any], message: str, folders: Path) -> None:
     given = {"load": str(folders / "lora"), "pretrained_checkpoint": str(folders / "model")}
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(UserError, match=message):
         start(adapter_config("lora", **given, **values))
 
 

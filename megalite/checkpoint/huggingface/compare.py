@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from megalite.checkpoint.huggingface.convert import BuildModel
 from megalite.checkpoint.huggingface.weights import EMBEDDING
 from megalite.checkpoint.metadata import describe
 from megalite.checkpoint.storage import CONFIG_FILE, read_json
-from megalite.config.schema import PrecisionConfig
+from megalite.config.schema import ModelConfig, PrecisionConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.pieces import whole
 from megalite.nn.module import named_specs
@@ -50,25 +50,33 @@ def compare_with_transformers(
         return f"logits not compared: each model needs {needed / 1e9:.0f} GB in fp32"
     config = read_config(checkpoint)
     vocab_size = stored[f"model.{EMBEDDING}"].shape[0]
-    furthest = config.model.max_position_embeddings or LENGTH
-    length = min(LENGTH, furthest)
-    positions = torch.linspace(0, furthest - 1, length).long()  # far apart, where a lost rotary scaling shows
-    if scales_by_length(config.model):  # which positions apart would not have
-        positions = torch.arange(length)
-    tokens = torch.randint(vocab_size, (BATCH, length), generator=torch.Generator().manual_seed(0))
+    positions = _positions(config.model)
+    size = (BATCH, len(positions[0]))
+    tokens = torch.randint(vocab_size, size, generator=torch.Generator().manual_seed(0))
     if f"model.{HEAD}" in stored:
         padding = read_json(folder / CONFIG_FILE).get("pad_token_id")
         tokens, last = _end_early(tokens, padding, vocab_size)
-        ours = _ours(checkpoint, vocab_size, build, logits, tokens, positions)[torch.arange(len(tokens)), last]
-        theirs = _theirs(folder, tokens, positions, "AutoModelForSequenceClassification")
+        ours = _ours(checkpoint, vocab_size, build, logits, tokens, positions[:1])[torch.arange(len(tokens)), last]
+        theirs = _theirs(folder, tokens, positions[:1], "AutoModelForSequenceClassification")
     else:
         ours = _ours(checkpoint, vocab_size, build, logits, tokens, positions)
         theirs = _theirs(folder, tokens, positions, "AutoModelForCausalLM")
     difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
-    text = f"{difference:.3g} (largest logit {largest:.3g}) over {tokens.numel()} tokens in fp32"
+    text = f"{difference:.3g} (largest logit {largest:.3g}) over {tokens.numel() * len(positions)} tokens in fp32"
     if not difference <= LIMIT * largest:  # nan too
         raise CheckpointError(f"the logits differ from those of transformers by {text}: don't use this conversion")
     return f"logits against transformers: largest difference {text}"
+
+
+def _positions(model: ModelConfig) -> list[Tensor]:
+    """Positions [s] of the tokens that are compared, for each time that they are."""
+    furthest = model.max_position_embeddings or LENGTH
+    length = min(LENGTH, furthest)
+    if not scales_by_length(model):
+        return [torch.linspace(0, furthest - 1, length).long()]  # far apart, where a lost rotary scaling shows
+    if model.position_embedding_type == "dynamic":
+        furthest = 2 * model.rope_original_max_position_embeddings
+    return [torch.arange(length), torch.arange(furthest - length, furthest)]  # in a short text and in a long one
 
 
 def _end_early(tokens: Tensor, padding: int | None, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -87,28 +95,27 @@ def _ours(
     build: BuildModel,
     logits: Logits,
     tokens: Tensor,
-    positions: Tensor,
+    positions: Sequence[Tensor],
 ) -> Tensor:
     config, mesh = read_config(checkpoint), single_process_mesh()
     config.precision = PrecisionConfig()
     model = build(config, vocab_size, mesh)
     pieces = [whole(f"model.{name}", parameter, spec) for name, parameter, spec in named_specs(model)]
     load_checkpoint(checkpoint, mesh=mesh, pieces=pieces)
-    return logits(model, tokens, positions)
+    return torch.cat([logits(model, tokens, at) for at in positions])
 
 
 @torch.no_grad()
-def _theirs(folder: Path, tokens: Tensor, positions: Tensor, kind: str) -> Tensor:
+def _theirs(folder: Path, tokens: Tensor, positions: Sequence[Tensor], kind: str) -> Tensor:
     import transformers  # here, since only this function needs it
 
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     loader = getattr(transformers, kind)
-    model = loader.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model = loader.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     mask = torch.ones_like(tokens)  # said, or positions apart would be taken for texts apart
-    at = positions.expand_as(tokens)
-    result: Tensor = model.eval()(tokens, attention_mask=mask, position_ids=at, use_cache=False).logits
-    return result
+    places = [at.expand_as(tokens) for at in positions]
+    return torch.cat([model(tokens, attention_mask=mask, position_ids=at, use_cache=False).logits for at in places])
 
 
 def _memory() -> int:

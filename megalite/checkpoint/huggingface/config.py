@@ -61,6 +61,11 @@ class HuggingFaceModel:
 def read_huggingface_config(directory: str | Path) -> HuggingFaceModel:
     """The network of a Hugging Face folder. A `CheckpointError` names what is missing, unknown or unsupported."""
     path = Path(directory, CONFIG_FILE)
+    if not path.parent.is_dir():
+        raise CheckpointError(
+            f"{directory} is no folder here, and nothing is downloaded: give the folder of a model, such as "
+            "`hf download NAME --local-dir FOLDER` makes"
+        )
     return parse_config(read_json(path), str(path))
 
 

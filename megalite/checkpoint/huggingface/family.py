@@ -79,7 +79,9 @@ def write_family(model: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.kv_channels,
         "hidden_act": "silu",
-        "max_position_embeddings": model.max_position_embeddings,
+        "max_position_embeddings": model.rope_original_max_position_embeddings  # the one length that it has there
+        if model.position_embedding_type == "dynamic"
+        else model.max_position_embeddings,
         "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "initializer_range": model.init_method_std,
