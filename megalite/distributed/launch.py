@@ -8,6 +8,7 @@ Exit codes of a worker: 0 done, 2 bad flags, 1 anything else.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -188,7 +189,7 @@ def _is_peer_failure(error: BaseException) -> bool:
 
 
 def run_worker(main: Callable[[Environment], None]) -> None:
-    """Run `main` as this process's whole work and exit with the code that the outcome deserves."""
+    """Run `main` as this process's whole work and exit with the code that the outcome deserves; it never returns."""
     environment = Environment()
     try:
         environment = read_environment()
@@ -207,4 +208,7 @@ def run_worker(main: Callable[[Environment], None]) -> None:
         raise
     except BaseException as error:
         _fail(error, environment)
-    sys.stdout.flush()
+    # Without the interpreter's teardown: a communication thread that lets go of a tensor then asks for the interpreter,
+    # and is ended by it in the midst of C++, which aborts the process.
+    atexit._run_exitfuncs()
+    _exit(0)

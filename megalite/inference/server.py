@@ -52,6 +52,7 @@ class ApiServer(ThreadingTCPServer):
     def __init__(self, service: Service, port: int):
         self.service = service
         self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._handlers: dict[threading.Thread, Any] = {}  # with the connection of each
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -64,7 +65,10 @@ class ApiServer(ThreadingTCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._connections.acquire(blocking=False):
-            super().process_request(request, client_address)
+            thread = threading.Thread(target=self.process_request_thread, args=(request, client_address), daemon=True)
+            self._handlers = {known: its for known, its in self._handlers.items() if known.is_alive()}
+            self._handlers[thread] = request
+            thread.start()
         else:
             with contextlib.suppress(OSError):
                 _refuse(request)
@@ -82,8 +86,18 @@ class ApiServer(ThreadingTCPServer):
             traceback.print_exc()
 
     def close(self) -> None:
+        """End all answers and connections, and their threads: one that let go of the model while the interpreter ends
+        would be ended in the midst of torch, which aborts the process."""
         self.server_close()
         self.service.close()
+        handlers = list(self._handlers.items())
+        for seconds in (1.0, 5.0):  # first time to tell the clients
+            end = time.monotonic() + seconds
+            for thread, connection in handlers:
+                thread.join(max(0.0, end - time.monotonic()))
+                if thread.is_alive():
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _refuse(connection: socket.socket) -> None:
