@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -159,3 +162,13 @@ def specs_and_values(model: nn.Module) -> dict[str, tuple[ParamSpec, Tensor]]:
 def relative_difference(a: Tensor, b: Tensor, floor: float = 1e-30) -> float:
     """max |a - b| / max |b|."""
     return ((a - b).abs().max() / b.abs().max().clamp_min(floor)).item()
+
+
+def load_tool(script: Path) -> ModuleType:
+    """A script of `tools/` as a module, so that a test can call its `main`."""
+    spec = importlib.util.spec_from_file_location(f"{script.stem}_tool", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -142,12 +142,18 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     assert str(tmp_path / "file") in notes[0]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_cache_is_done_without(tmp_path: Path) -> None:
+def test_a_read_only_cache_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: str, mode: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
     tmp_path.chmod(0o500)
+    if os.geteuid() == 0:  # who may write anywhere: refused here as everybody else is by the system
+        monkeypatch.setattr("megalite.data.cache.open", refused, raising=False)
     notes: list[str] = []
     _build(str(tmp_path), notes)
     assert len(notes) == 1
+    assert "Permission denied" in notes[0]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_cache_file_is_named_and_done_without(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from megalite.config.errors import FlagError, UserError
 from megalite.nn.module import named_specs
 from tests.checkpoint.huggingface import folders
+from tests.helpers import load_tool
 from tests.inference.checkpoints import save_tiny
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "convert_checkpoint.py"
@@ -23,12 +23,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "convert_checkpoint.py"
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("convert_tool", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool(SCRIPT)
 
 
 def test_there_and_back_with_the_largest_difference(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import re
@@ -22,7 +21,7 @@ from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
 from megalite.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from tests.data.corpora import sentencepiece_model
-from tests.helpers import LLAMA
+from tests.helpers import LLAMA, load_tool
 from tests.inference.checkpoints import save_hf, save_tiny
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "generate.py"
@@ -31,12 +30,7 @@ SAMPLED = ("--temperature", "1.5", "--top-k", "50", "--top-p", "0.95", "--max-ne
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_tool", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool(SCRIPT)
 
 
 @pytest.fixture(scope="module")

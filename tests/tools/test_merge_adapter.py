@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import warnings
@@ -22,6 +21,7 @@ from megalite.models.stages import whole_model
 from megalite.nn.attention_backend import choose_backend
 from megalite.nn.module import Build
 from tests.checkpoint.huggingface import folders
+from tests.helpers import load_tool
 from tests.models.hf_models import gpt2, llama_like
 from tests.peft.interop import FP32, loud, make_and_save, our_logits, our_scores
 
@@ -31,12 +31,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "merge_adapter.py"
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("merge_tool", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool(SCRIPT)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -18,6 +17,7 @@ from megalite.verify import report
 from megalite.verify.compare import Difference
 from megalite.verify.proof import Prover
 from tests.data.chat_files import chat_tokenizer, pairs, write_lines
+from tests.helpers import load_tool
 from tests.models.hf_models import llama_like
 from tests.tools.test_merge_adapter import build_model
 from tests.verify.test_planted_faults import no_copy_sums
@@ -42,12 +42,7 @@ def tool(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return nullcontext(pool)
 
     monkeypatch.setattr(report, "ProcessPool", workers)
-    spec = importlib.util.spec_from_file_location("verify_tool", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool(SCRIPT)
 
 
 @pytest.fixture(scope="module")
