@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST_ARGS ?=
+# Two processes of pytest: one has the pool of ranks, the other takes the rest.
+PARALLEL := -n 2 --dist loadgroup
 BENCH_ARGS ?=
 
 # requirements.lock pins every version; what is installed is what setup.py asks for. Build isolation is off, because it
@@ -15,7 +17,7 @@ PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check -c requirements.
 METADATA := setup.py pyproject.toml requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint bench clean
+.PHONY: help install quickstart test test-all lint bench clean
 # Targets given together (make lint test) run in the order given.
 .NOTPARALLEL:
 # A step that fails leaves no target that looks finished.
@@ -29,8 +31,11 @@ install: $(VENV)/.installed ## create .venv and install megalite into it
 quickstart: $(VENV)/.installed ## train a small GPT on real text and let it write, in under 10 minutes
 	$(PY) tools/quickstart.py
 
-test: $(VENV)/.installed-dev ## run the whole test suite (PYTEST_ARGS="...")
-	$(PY) -m pytest $(PYTEST_ARGS)
+test: $(VENV)/.installed-dev ## run the test suite (PYTEST_ARGS="...")
+	$(PY) -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-dev ## run everything: also every layout of the full matrices, for hours
+	$(PY) -m pytest -m "not smollm2" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff, format, types and the project's own rules
 	$(PY) -m ruff check .

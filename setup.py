@@ -34,6 +34,7 @@ TEST = [
     *HF,
     "pytest>=9.2.0,<10",  # runs the tests
     "pytest-timeout>=2.4.0,<3",  # one hung test fails alone
+    "pytest-xdist>=3.8.0,<4",  # runs test files beside each other
     # the truth for dataset bytes and sample order, so one release exactly; it has no wheel for Python 3.14
     "megatron-core==0.16.1; python_version < '3.14'",
 ]

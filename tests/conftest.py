@@ -9,14 +9,19 @@ import torch
 
 from megalite.distributed.pool import ProcessPool
 
-POOL_SIZE = 8
+POOL_SIZE, FULL_POOL_SIZE = 4, 8  # processes of the suite's layouts, and of the full matrices
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[ProcessPool]:
+def pool(pytestconfig: pytest.Config) -> Iterator[ProcessPool]:
     """The session's worker processes, started by the first test that calls them."""
-    with ProcessPool(POOL_SIZE) as workers:
+    with ProcessPool(FULL_POOL_SIZE if _is_full(pytestconfig) else POOL_SIZE) as workers:
         yield workers
+
+
+def _is_full(config: pytest.Config) -> bool:
+    """Whether the run asks for the full matrices."""
+    return "not full_matrix" not in config.option.markexpr
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script_method` is deprecated")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `cuda` need a device."""
+    """All tests of the pool go to one of pytest-xdist's processes, so that there is one pool; a file's other tests stay
+    together, since they share fixtures. Tests marked `cuda` need a device."""
+    for item in items:
+        uses_pool = "pool" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("pool" if uses_pool else item.nodeid.partition("::")[0]))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -85,13 +85,13 @@ def _unpicklable() -> object:
 
 
 def test_results_come_in_the_order_of_ranks(pool: ProcessPool) -> None:
-    layout = Layout(tp=2, pp=2, dp=2)
-    results = pool.run(_coordinates, 8, "tag", layout=layout)
-    assert results == [("tag", rank, layout.coordinates(rank)) for rank in range(8)]
+    layout = Layout(tp=2, pp=2)
+    results = pool.run(_coordinates, 4, "tag", layout=layout)
+    assert results == [("tag", rank, layout.coordinates(rank)) for rank in range(4)]
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(), Layout(dp=3), Layout(tp=2, pp=2, dp=2), Layout(tp=2, cp=2), Layout(tp=4, dp=2)], ids=str
+    "layout", [Layout(), Layout(dp=3), Layout(tp=2, pp=2), Layout(tp=2, cp=2), Layout(pp=2, dp=2)], ids=str
 )
 def test_every_group_of_a_mesh_joins_exactly_its_ranks(pool: ProcessPool, layout: Layout) -> None:
     for rank, members in enumerate(pool.run(_members, layout.world_size, layout=layout)):
@@ -110,8 +110,8 @@ def test_workers_stay_between_calls(pool: ProcessPool) -> None:
 
 
 def test_a_world_size_that_does_not_fit_is_refused(pool: ProcessPool) -> None:
-    with pytest.raises(ValueError, match="the pool has 8 workers"):
-        pool.run(_process_id, 9)
+    with pytest.raises(ValueError, match="the pool has 4 workers"):
+        pool.run(_process_id, 5)
     with pytest.raises(ValueError, match="the layout has 2 ranks"):
         pool.run(_coordinates, 4, "x", layout=Layout(tp=2))
 

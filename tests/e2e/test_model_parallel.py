@@ -1,5 +1,7 @@
-"""Tensor, sequence and pipeline parallelism as whole programs: one process is the truth, to 1e-10 in float64 where sums
-are taken in another order, bit by bit where they aren't."""
+"""Tensor, sequence and pipeline parallelism as whole programs: what `tests/verify` does not prove of them.
+
+One process is the truth, bit by bit where no sum is taken in another order.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,12 @@ import pytest
 
 from megalite.pipeline.timeline import read_steps
 from tests.e2e.runs import (
-    DOCUMENTS,
-    DROPOUT,
-    LLAMA,
     MICRO,
-    T0,
-    assert_equal,
     assert_same_checkpoint,
     checkpoint,
     checkpoint_tensors,
     evaluations,
     largest_difference,
-    outputs,
     run,
     written,
 )
@@ -29,101 +25,7 @@ from tests.e2e.runs import (
 TP2, PP2 = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
 SP = "--sequence-parallel "
 VPP2 = "--num-virtual-stages-per-pipeline-rank 2 "
-HALF = "--micro-batch-size 4 "  # half as many microbatches, and of tensor parallelism's many small messages
 GPIPE, ONE_F_ONE_B, ZB = (f"--pipeline-schedule {name} " for name in ("gpipe", "1f1b", "zb-h1"))
-
-
-@pytest.mark.parametrize(
-    ("flags", "processes"),
-    [
-        pytest.param(TP2 + HALF, 2, id="TP 2"),
-        pytest.param(TP2 + SP + HALF, 4, id="TP 2, SP, DP 2"),
-        pytest.param(f"{PP2} {GPIPE}", 2, id="gpipe"),
-        pytest.param(PP2, 2, id="1f1b"),
-        pytest.param(PP2 + VPP2, 2, id="interleaved"),
-        pytest.param(PP2 + ZB, 2, id="zb-h1"),
-        pytest.param(PP2, 4, id="PP 2, DP 2"),
-        pytest.param(TP2 + SP + PP2 + HALF, 4, id="TP 2, SP, PP 2"),
-    ],
-)
-def test_a_layout_computes_what_one_process_computes(
-    flags: str, processes: int, reference: Path, tmp_path: Path
-) -> None:
-    run(f"{T0} --fp64 --num-workers 0 {outputs(tmp_path)} {flags}", processes)
-    assert_equal(tmp_path, reference)
-
-
-@pytest.mark.parametrize(
-    ("flags", "processes"),
-    [
-        pytest.param(TP2 + HALF, 2, id="TP 2"),
-        pytest.param(TP2 + SP + HALF, 2, id="TP 2, SP"),
-        pytest.param(PP2, 2, id="PP 2"),
-        pytest.param(TP2 + SP + PP2 + VPP2 + HALF, 4, id="TP 2, SP, PP 2, VPP 2"),
-    ],
-)
-def test_a_layout_drops_out_what_one_process_drops_out(
-    flags: str, processes: int, dropout_reference: Path, tmp_path: Path
-) -> None:
-    run(f"{T0} {DROPOUT} --fp64 --num-workers 0 {outputs(tmp_path)} {flags}", processes)
-    assert_equal(tmp_path, dropout_reference)
-
-
-@pytest.mark.parametrize(
-    ("flags", "processes"),
-    [
-        pytest.param(
-            "--tensor-model-parallel-size 4 --sequence-parallel --micro-batch-size 8",
-            4,
-            id="TP 4 shares 2 key/value heads",
-        ),
-        pytest.param(PP2, 4, id="PP 2, DP 2"),
-        pytest.param(TP2 + PP2 + ZB + HALF, 4, id="TP 2, PP 2, zb-h1"),
-    ],
-)
-def test_a_layout_trains_a_llama_on_documents_as_one_process_does(
-    flags: str, processes: int, llama_reference: Path, tmp_path: Path
-) -> None:
-    run(f"{T0} {LLAMA} {DROPOUT} {DOCUMENTS} --fp64 --num-workers 0 {outputs(tmp_path)} {flags}", processes)
-    assert_equal(tmp_path, llama_reference)
-
-
-@pytest.mark.parametrize(
-    ("layers", "layouts"),
-    [
-        pytest.param(
-            5,
-            [
-                (f"{PP2} --decoder-first-pipeline-num-layers 2", 2),
-                (f"{PP2} --decoder-last-pipeline-num-layers 0", 2),
-                (f"{PP2} --account-for-loss-in-pipeline-split", 2),
-            ],
-            id="5 layers",
-        ),
-        pytest.param(
-            2,
-            [
-                (
-                    "--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1 "
-                    "--decoder-last-pipeline-num-layers 1",
-                    3,
-                ),
-                (
-                    f"{PP2} {VPP2} --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-                    2,
-                ),
-            ],
-            id="stages of no layer",
-        ),
-    ],
-)
-def test_uneven_stages_compute_what_one_process_computes(
-    layers: int, layouts: list[tuple[str, int]], tmp_path: Path
-) -> None:
-    flags = f"{MICRO} --fp64 --num-layers {layers}"
-    for number, (layout, processes) in enumerate([("", 1), *layouts]):
-        run(f"{flags} {layout} {outputs(tmp_path / str(number))}", processes)
-        assert_equal(tmp_path / str(number), tmp_path / "0")
 
 
 # -------------------------------------------------------------------------------------------------------- bit by bit
@@ -131,10 +33,7 @@ def test_uneven_stages_compute_what_one_process_computes(
 
 @pytest.mark.parametrize(
     ("precision", "schedules"),
-    [
-        pytest.param("", [GPIPE, ONE_F_ONE_B, ZB, VPP2], id="fp32"),
-        pytest.param("--bf16", [ZB, VPP2], id="bf16"),
-    ],
+    [pytest.param("", [ONE_F_ONE_B, VPP2], id="fp32"), pytest.param("--bf16", [GPIPE, ZB], id="bf16")],
 )
 def test_pipelines_and_their_evaluations_are_bitwise_those_of_one_process(
     precision: str, schedules: list[str], tmp_path: Path
@@ -142,10 +41,10 @@ def test_pipelines_and_their_evaluations_are_bitwise_those_of_one_process(
     """Untied, so that no sum is taken over stages."""
     flags = (
         f"{MICRO} {precision} --num-layers 4 --micro-batch-size 1 --untie-embeddings-and-output-weights "
-        "--train-iters 20 --eval-interval 2 --eval-iters 1"
+        "--train-iters 8 --eval-interval 2 --eval-iters 1"
     )
     run(f"{flags} --metrics-file {tmp_path}/one.jsonl")
-    assert len(evaluations(tmp_path / "one.jsonl")) == 11
+    assert len(evaluations(tmp_path / "one.jsonl")) == 5
     for number, schedule in enumerate(schedules):
         path = tmp_path / f"{number}.jsonl"
         run(f"{flags} {PP2} {schedule} --metrics-file {path}", 2)

@@ -95,10 +95,11 @@ def test_cut_and_copied_parameters_count_once(pool: ProcessPool, network: str, l
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_table_tied_over_stages_counts_once(pool: ProcessPool, tied: bool, tp: int) -> None:
-    overrides = {"num_layers": 4, "untie_embeddings_and_output_weights": not tied}
-    stages = (0, 3) if tied else None
-    spans = [StageSpan(n, n + 1, n == 0, n == 3, stages) for n in range(4)]
-    check(pool.run(measures, 4 * tp, overrides, spans, layout=Layout(pp=4, tp=tp)), overrides)
+    count = 4 // tp
+    overrides = {"num_layers": count, "untie_embeddings_and_output_weights": not tied}
+    stages = (0, count - 1) if tied else None
+    spans = [StageSpan(n, n + 1, n == 0, n == count - 1, stages) for n in range(count)]
+    check(pool.run(measures, 4, overrides, spans, layout=Layout(pp=count, tp=tp)), overrides)
 
 
 def _norm_with_nan_on_one_rank(mesh: Mesh, value: float) -> tuple[float, bool]:

@@ -67,9 +67,13 @@ def test_four_shards_equal_one_process(pool: ProcessPool, strategy: str) -> None
     assert difference.worst <= 1e-10, difference
 
 
-def test_a_rank_of_vocabulary_padding_alone_takes_part(pool: ProcessPool) -> None:
-    """101 ids padded to 256 rows over two ranks: the second holds none of the table, which two stages share."""
-    variant = Variant(tp=2, sequence_parallel=True, pp=2, dp=2, schedule="1f1b", sharding="optim_grads")
+@pytest.mark.parametrize(
+    ("pp", "dp"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.full_matrix)], ids=["PP 2", "DP 2", "both"]
+)
+def test_a_rank_of_vocabulary_padding_alone_takes_part(pool: ProcessPool, pp: int, dp: int) -> None:
+    """101 ids padded to 256 rows over two ranks: the second holds none of the table, which stages share."""
+    sharding = "optim_grads" if dp > 1 else "no_shard"
+    variant = Variant(tp=2, sequence_parallel=True, pp=pp, dp=dp, schedule="1f1b", sharding=sharding)
     config = variant.apply(network(tied=True))
     config.tokenizer.vocab_size, config.model.make_vocab_size_divisible_by = 100, 128
     difference = Prover(pool, steps=3).prove(config, variant.processes)

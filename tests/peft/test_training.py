@@ -60,10 +60,10 @@ def test_every_adapter_weight_learns_and_copies_stay_equal(pool: ProcessPool) ->
 def test_a_stage_without_trained_weights_takes_part(pool: ProcessPool) -> None:
     """Prompt tuning trains the first stage alone."""
     for strategy in ("no_shard", "optim"):
-        config = adapter_config("prompt", **{PP: 4, "data_parallel_sharding_strategy": strategy})
+        config = adapter_config("prompt", **{PP: 2, "data_parallel_sharding_strategy": strategy})
         config.training.global_batch_size = 8
         truth = adapter_config("prompt")
         truth.training.global_batch_size = 8
-        outcomes, single = run_adapter(pool, config, 8), run_adapter(pool, truth, 1)[0]
+        outcomes, single = run_adapter(pool, config, 4), run_adapter(pool, truth, 1)[0]
         assert outcomes[0].losses == pytest.approx(single.losses, rel=1e-10)
         assert outcomes[0].norms == pytest.approx(single.norms, rel=1e-10)

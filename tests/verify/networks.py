@@ -60,6 +60,9 @@ def network(
         learning_rate=LearningRateConfig(lr=1e-3, lr_decay_style="constant"),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=130),
     )
+    if llama and finetuning is None:
+        # Each document by itself, its end not counted: ranks then count different numbers of tokens.
+        config.data.reset_position_ids = config.data.reset_attention_mask = config.data.eod_mask_loss = True
     if finetuning is not None:
         config.finetune, config.peft = FINETUNING[finetuning]
     return for_matrix(for_proof(config, steps), folder)

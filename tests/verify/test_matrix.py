@@ -1,7 +1,7 @@
 """Every layout computes what one process computes.
 
 The full product of layouts, schedules, recompute, tied or untied output and dropout runs with `-m full_matrix`; by
-default a part of it runs in which every two values of different axes meet.
+default a part of it runs, on up to four processes, in which every two values of different axes meet that can.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ FULL: list[Case] = [
     )
     for number, (variant, *rest) in enumerate(CASES)
 ]
+SMALL = [case for case in FULL if case[0].processes <= 4]
 
 
 def _values(case: Case) -> list[tuple[str, Hashable]]:
@@ -70,7 +71,7 @@ def _check(pool: ProcessPool, truths: dict[str, Trace], case: Case, steps: int) 
         assert difference.bitwise, difference
 
 
-@pytest.mark.parametrize("case", covering(FULL, _values, 2, lambda case: case[0].processes), ids=_name)
+@pytest.mark.parametrize("case", covering(SMALL, _values, 2, lambda case: case[0].processes), ids=_name)
 def test_layout_equals_one_process(pool: ProcessPool, truths: dict[str, Trace], case: Case) -> None:
     _check(pool, truths, case, 3)
 
