@@ -28,7 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megalite.config.errors import UserError
+from megalite.config.errors import FlagError, UserError
 from megalite.inference.api import ApiError, Job
 from megalite.inference.chat import Dialogue
 from megalite.inference.load import LoadedModel
@@ -51,7 +51,7 @@ def serve(
         memory = free_memory(loaded.model.output_weight.device) / 2 / 2**30
     service = Service(loaded, defaults, dialogue, int(memory * 2**30))
     if service.room < 2:
-        raise UserError(f"--serve-memory {memory:.3g} GiB has no room for two tokens of this model: give it more")
+        raise FlagError(f"--serve-memory {memory:.3g} GiB has no room for two tokens of this model: give it more")
     try:
         listener = listen(port)
         url = f"http://{HOST}:{listener.getsockname()[1]}/v1"
