@@ -246,7 +246,7 @@ def test_a_signal_ends_the_server_in_the_middle_of_an_answer(hf: Path, number: s
         assert (curl, url, data) == ("curl", f"{found[1]}/chat/completions", "-d")
         with urllib.request.urlopen(url, example.encode(), timeout=60) as answer:
             assert json.load(answer)["choices"]
-        body = json.dumps({"prompt": "a", "max_tokens": 250, "stream": True}).encode()
+        body = json.dumps({"prompt": "c", "max_tokens": 250, "stream": True}).encode()
         with urllib.request.urlopen(f"{found[1]}/completions", body, timeout=60) as answer:
             assert answer.readline().startswith(b"data: {")
             server.send_signal(number)
