@@ -30,8 +30,15 @@ DEPENDENCIES = [
 HF = [
     "transformers>=5.24.0,<5.25",  # the independent truth for models that Hugging Face has too
 ]
+SERVE = [
+    "starlette>=1.10.0,<1.11",  # routes, requests, streamed answers of tools/generate.py --serve
+    "uvicorn>=0.54.0,<0.55",  # speaks HTTP; the server bounds its connections through its protocol class
+    "pydantic>=2.14.4,<2.15",  # checks requests
+]
 TEST = [
     *HF,
+    *SERVE,
+    "openai>=3.57.0,<3.58",  # the independent truth for the server: the official client
     "pytest>=9.2.0,<10",  # runs the tests
     "pytest-timeout>=2.4.0,<3",  # one hung test fails alone
     "pytest-xdist>=3.8.0,<4",  # runs test files beside each other
@@ -65,5 +72,5 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megalite", "megalite.*"]),
     install_requires=DEPENDENCIES,
-    extras_require={"hf": HF, "test": TEST, "dev": DEV},
+    extras_require={"hf": HF, "serve": SERVE, "test": TEST, "dev": DEV},
 )

@@ -38,6 +38,8 @@ def parser() -> FlagParser:
     add("--system", metavar="TEXT", help="system message that begins each conversation (default: the template's)")
     serve = "answer OpenAI's completions and chat completions on 127.0.0.1 until Ctrl-C; 0 takes any free port"
     add("--serve", type=int, metavar="PORT", help=f"{serve} (default: off)")
+    memory = "for the keys and values of all requests of --serve together (default: half of what is free)"
+    add("--serve-memory", type=float, metavar="GIB", help=memory)
     add_generation_flags(flags)
     group = flags.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one object a line: prompt, text, tokens (default: off)")

@@ -29,6 +29,11 @@ class KeyValueCache:
             self._values[layer.number] = torch.empty_like(self._keys[layer.number])
             self._filled[layer.number] = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Of all keys and values."""
+        return sum(tensor.nbytes for tensor in (*self._keys.values(), *self._values.values()))
+
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values [s, b, groups, d] of global layer `layer`; views of all so far."""
         start = self._filled[layer]

@@ -18,7 +18,6 @@ from megalite.config.errors import FlagError
 from megalite.inference.chat import Dialogue, converse, open_dialogue
 from megalite.inference.load import LoadedModel, load_for_generation, load_huggingface_for_generation
 from megalite.inference.options import GenerationOptions
-from megalite.inference.server import serve
 from megalite.inference.text import Writing, check_text, encode_prompts
 
 
@@ -33,7 +32,9 @@ def run(loaded: LoadedModel, given: argparse.Namespace, options: GenerationOptio
     """Do what the flags ask for."""
     say(*loaded.notes, *options.notes())
     if given.serve is not None:
-        serve(loaded, options, _dialogue_if_any(loaded, given), given.serve)
+        from megalite.inference.server import serve  # here, since only this needs the packages of [serve]
+
+        serve(loaded, options, _dialogue_if_any(loaded, given), given.serve, given.serve_memory)
         return
     dialogue = open_dialogue(loaded, _template(loaded, given), given.system) if given.chat else None
     if given.prompts:

@@ -6,6 +6,7 @@ Imports no torch, so that `--help` is instant and a bad flag refused at once.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -96,8 +97,13 @@ def check_mode(given: argparse.Namespace) -> None:
     if given.serve is not None:
         if not 0 <= given.serve < 2**16:
             problems.append(f"--serve {given.serve} must be a port from 0 (any that is free) to 65535")
+        missing = [name for name in ("pydantic", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+        if missing:
+            problems.append(f"--serve needs {', '.join(missing)}: pip install -e '.[serve]' in megalite's folder")
         if given.prompts or given.json:
             problems.append("--serve takes its prompts from requests: leave --prompt, --prompt-file and --json out")
+        if given.serve_memory is not None and not 0 < given.serve_memory < math.inf:
+            problems.append(f"--serve-memory {given.serve_memory} must be a positive number of GiB")
     elif not given.prompts and not given.chat:
         problems.append("--prompt or --prompt-file is missing: there is nothing to continue; or talk with --chat")
     if given.json and not given.prompts and given.serve is None:
@@ -105,5 +111,7 @@ def check_mode(given: argparse.Namespace) -> None:
     for name, value in (("--chat-template", given.chat_template), ("--system", given.system)):
         if value is not None and not given.chat and given.serve is None:
             problems.append(f"{name} belongs to --chat and --serve")
+    if given.serve_memory is not None and given.serve is None:
+        problems.append("--serve-memory belongs to --serve")
     if problems:
         raise FlagError("\n".join(problems))

@@ -1,359 +1,277 @@
-"""A small HTTP server in the form of OpenAI's API, for this machine alone.
+"""The HTTP server in the form of OpenAI's API, for this machine alone: Starlette on uvicorn.
 
-Key idea: a client costs no more than was bounded beforehand: connections, bytes of a body, time to read and write. An
-answer keeps its place among those being written until its client has taken it, so a client that reads too slowly is
-dropped once it has let the server wait for WRITE_SECONDS in all. What is said in HTTP is said properly, errors too.
+Key idea: the libraries speak HTTP, and what they leave open is bounded here. Only local names and pages are answered, a
+body has a limit, a client that lets the server wait too long is dropped, and an idle one gives way to a new one.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
+import asyncio
 import json
-import select
 import socket
 import sys
-import threading
 import time
-import traceback
-import uuid
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
-from socketserver import ThreadingTCPServer
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from functools import partial
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import urlsplit
 
-from megalite.config.errors import UserError
-from megalite.inference.api import ApiError, Frame, Job, usage
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from megalite.config.errors import FlagError, UserError
+from megalite.inference.api import ApiError, Job
 from megalite.inference.chat import Dialogue
 from megalite.inference.load import LoadedModel
 from megalite.inference.options import GenerationOptions
-from megalite.inference.service import Service
-from megalite.inference.text import Writing
+from megalite.inference.service import Service, Step, free_memory
 
-HOST = "127.0.0.1"
-MAX_CONNECTIONS = 64
-SOCKET_SECONDS = 60.0
-WRITE_SECONDS = 30.0  # of waiting for a client to take its answer, beyond what the system's buffers hold
-LINGER_SECONDS = 5.0
-_LOCAL = ("127.0.0.1", "localhost")
+HOST, LOCAL_NAMES = "127.0.0.1", ("127.0.0.1", "localhost")
+MAX_CONNECTIONS = 128
+WAIT_SECONDS = 30  # for a client, in a row: to send a whole request, or to take what there is of the answer
+PROBE_SECONDS = 0.5
 _POSTS = {"/v1/completions": False, "/v1/chat/completions": True}  # whether it is a chat
 
 
-class _ClientGone(Exception):
-    """Nobody waits for the answer any more."""
-
-
-class ApiServer(ThreadingTCPServer):
-    """Listens on 127.0.0.1. `port` 0: any that is free. A UserError where it can't be had."""
-
-    allow_reuse_address, daemon_threads, request_queue_size = True, True, 64
-
-    def __init__(self, service: Service, port: int):
-        self.service = service
-        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._handlers: dict[threading.Thread, Any] = {}  # with the connection of each
-        try:
-            super().__init__((HOST, port), _Handler)
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"--serve {port}: {reason}; choose another port, or 0 for any that is free") from None
-
-    @property
-    def port(self) -> int:
-        return int(self.server_address[1])
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._connections.acquire(blocking=False):
-            thread = threading.Thread(target=self.process_request_thread, args=(request, client_address), daemon=True)
-            self._handlers = {known: its for known, its in self._handlers.items() if known.is_alive()}
-            self._handlers[thread] = request
-            thread.start()
-        else:
-            with contextlib.suppress(OSError):
-                _refuse(request)
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._connections.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no fault of the server."""
-        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
-            traceback.print_exc()
-
-    def close(self) -> None:
-        """End all answers and connections, and their threads: one that let go of the model while the interpreter ends
-        would be ended in the midst of torch, which aborts the process."""
-        self.server_close()
-        self.service.close()
-        handlers = list(self._handlers.items())
-        for seconds in (1.0, 5.0):  # first time to tell the clients
-            end = time.monotonic() + seconds
-            for thread, connection in handlers:
-                thread.join(max(0.0, end - time.monotonic()))
-                if thread.is_alive():
-                    with contextlib.suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
-
-
-def _refuse(connection: socket.socket) -> None:
-    """Tell a client that there are too many. What it has sent is taken first, since closing on it would reset the
-    connection, and with it the answer."""
-    connection.settimeout(0.1)
-    with contextlib.suppress(TimeoutError):
-        connection.recv(1 << 16)
-    error = ApiError(503, f"there are {MAX_CONNECTIONS} connections already: try again later")
-    body = json.dumps(error.body()).encode()
-    head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-
-
-def serve(loaded: LoadedModel, defaults: GenerationOptions, dialogue: Dialogue | None, port: int) -> None:
-    """Answer requests until SIGINT, or a SIGTERM that unwinds the stack (see `run_tool`)."""
-    server = ApiServer(Service(loaded, defaults, dialogue), port)
+def serve(
+    loaded: LoadedModel, defaults: GenerationOptions, dialogue: Dialogue | None, port: int, memory: float | None
+) -> None:
+    """Answer requests until SIGINT, or a SIGTERM that unwinds the stack (see `run_tool`). `memory`: GiB for keys and
+    values; default half of what is free."""
+    if memory is None:
+        memory = free_memory(loaded.model.output_weight.device) / 2 / 2**30
+    service = Service(loaded, defaults, dialogue, int(memory * 2**30))
+    if service.room < 2:
+        raise FlagError(f"--serve-memory {memory:.3g} GiB has no room for two tokens of this model: give it more")
     try:
-        chat = "" if dialogue else " (no chat template: completions alone)"
-        url = f"http://{HOST}:{server.port}/v1"
-        sys.stderr.write(f"{loaded.name} on {url}{chat}; Ctrl-C ends it\n")
+        listener = listen(port)
+        url = f"http://{HOST}:{listener.getsockname()[1]}/v1"
         message = '{"messages": [{"role": "user", "content": "Hello"}]}'
         path, body = ("chat/completions", message) if dialogue else ("completions", '{"prompt": "Hello"}')
-        sys.stderr.write(f"try: curl {url}/{path} -d '{body}'\n")
-        server.serve_forever(poll_interval=0.2)
+        sys.stderr.write(
+            f"{loaded.name} on {url}{'' if dialogue else ' (no chat template: completions alone)'}; Ctrl-C ends it\n"
+            f"try: curl {url}/{path} -d '{body}'\n"
+            f"memory for {service.room} tokens of all requests together: {memory:.3g} GiB (--serve-memory)\n"
+        )
+        Server(service).run([listener])
     except (KeyboardInterrupt, SystemExit):
         sys.stderr.write("the server ends\n")
     finally:
-        server.close()
+        service.close()
 
 
-class _PatientWriter(io.BufferedIOBase):
-    """Writes to a connection. `seconds`: of waiting for the client that are left, all writes together; then a
-    TimeoutError."""
+def listen(port: int) -> socket.socket:
+    """On 127.0.0.1. `port` 0: any that is free. A UserError where it can't be had."""
+    try:
+        return socket.create_server((HOST, port), backlog=MAX_CONNECTIONS)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--serve {port}: {reason}; choose another port, or 0 for any that is free") from None
 
-    def __init__(self, connection: socket.socket):
-        self.connection, self.seconds = connection, WRITE_SECONDS
 
-    def writable(self) -> bool:
+class Server(uvicorn.Server):
+    """uvicorn with this server's bounds. `run` returns once all answers have ended; the service is not closed."""
+
+    def __init__(self, service: Service):
+        self.service = service
+        calls: dict[str, Any] = {"http": Connection, "callback_notify": self.drop_slow_clients, "timeout_notify": 0}
+        plain: dict[str, Any] = {"ws": "none", "loop": "asyncio", "lifespan": "off", "proxy_headers": False}
+        quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
+        super().__init__(uvicorn.Config(build_app(service), timeout_graceful_shutdown=5, **calls, **plain, **quiet))
+
+    async def drop_slow_clients(self) -> None:
+        """Called once a second."""
+        connections: list[Any] = list(self.server_state.connections)
+        for connection in connections:
+            connection.seconds_waiting = connection.seconds_waiting + 1 if connection.waits_for_client() else 0
+            if connection.seconds_waiting > WAIT_SECONDS:
+                connection.drop()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.stop()
+        await super().shutdown(sockets)
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, which by itself waits for a client for ever, and takes one that has sent all for gone."""
+
+    seconds_waiting = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        others: set[Any] = self.connections
+        waiting = [one for one in others if one.waits_for_client()]
+        if len(others) >= MAX_CONNECTIONS and waiting:
+            max(waiting, key=lambda one: one.seconds_waiting).drop()
+        super().connection_made(transport)
+
+    def waits_for_client(self) -> bool:
+        """For a request, for the rest of one, or for the client to read."""
+        cycle = self.cycle
+        return cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused
+
+    def drop(self) -> None:
+        """Close without regard to what is still to be sent."""
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def on_response_complete(self) -> None:
+        self.seconds_waiting = 0
+        super().on_response_complete()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether to stay. A client that has sent all may still read; only writing shows whether it is gone."""
+        if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
+            return False
+        self.cycle.keep_alive = False
+        self.loop.call_later(PROBE_SECONDS, self._probe)
         return True
 
-    def write(self, data: Any) -> int:
-        begin = time.monotonic()
-        self.connection.settimeout(max(self.seconds, 0.001))
+    def _probe(self) -> None:
+        """HTTP lets a server say 100 at any time before an answer. A connection that is closed is reset by that."""
+        if not (self.transport.is_closing() or self.cycle.response_started) and self.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.loop.call_later(PROBE_SECONDS, self._probe)
+
+
+def build_app(service: Service) -> Starlette:
+    """All that the server answers."""
+    model = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "megalite"}
+    pages: dict[str, Any] = {
+        "/health": {"status": "ok"},
+        "/v1/models": {"object": "list", "data": [model]},
+        f"/v1/models/{service.name}": model,
+    }
+    posts = [path for path, chat in _POSTS.items() if service.can_chat or not chat]
+    pages["/"] = {"model": service.name, "GET": ["/", *pages], "POST": posts}
+
+    async def page(request: Request) -> Response:
+        if request.scope["path"] not in pages:
+            raise HTTPException(404)
+        return _json(pages[request.scope["path"]])
+
+    routes = [Route(path, partial(_answer, service, chat=chat), methods=["POST"]) for path, chat in _POSTS.items()]
+    routes += [Route(path, page) for path in ("/", "/health", "/v1/models", "/v1/models/{name:path}")]
+    handlers = dict.fromkeys((ApiError, UserError, HTTPException, ClientDisconnect, Exception), _refuse)
+    return Starlette(routes=routes, middleware=[Middleware(_local_only)], exception_handlers=handlers)
+
+
+def _local_only(app: ASGIApp) -> ASGIApp:
+    """Refuses web pages: those of other sites, and those of a site that had its name point here (DNS rebinding)."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        headers, names = Headers(scope=scope), ", ".join(LOCAL_NAMES)
+        problem = None
+        if not _is_local(f"//{headers.get('host', HOST)}"):
+            problem = ApiError(403, f"Host: this server answers for {names} alone")
+        elif not all(map(_is_local, headers.getlist("origin"))):
+            problem = ApiError(403, f"Origin: this server answers pages of {names} alone")
+        await (_json(problem.body, 403) if problem else app)(scope, receive, send)
+
+    return guarded
+
+
+def _is_local(url: str) -> bool:
+    try:
+        return urlsplit(url).hostname in LOCAL_NAMES
+    except ValueError:
+        return False
+
+
+def _json(value: dict[str, Any], status: int = 200, headers: Any = None) -> Response:
+    return Response(json.dumps(value), status, headers, "application/json")
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    problem, headers = _problem(error), None
+    if isinstance(error, HTTPException):  # of the library: no such path, or another method
+        path, headers = request.scope["path"][:100], error.headers
+        takes = "POST" if path in _POSTS else "GET"
+        problem = ApiError(error.status_code, f"{path} takes {takes}" if headers else f"there is no {path}")
+    return _json(problem.body, problem.status, headers)
+
+
+def _problem(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    known = isinstance(error, UserError)
+    return ApiError(500, str(error) if known else "the server failed on this request; its output says how")
+
+
+async def _answer(service: Service, request: Request, *, chat: bool) -> Response:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > service.max_body:
+            raise ApiError(413, f"the body may have {service.max_body} bytes", code="request_too_large")
+    return await _while_connected(request, _work(service, bytes(body), chat=chat))
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The work's result; the work is cancelled where the client goes away."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
+
+
+async def _work(service: Service, body: bytes, *, chat: bool) -> Response:
+    job = await service.read(body, chat=chat)
+    steps = service.write(job)
+    first = await anext(steps)  # what is refused until here has a status of its own in a stream too
+    if job.stream:
+        return _Events(_events(job, first, steps))
+    texts, last = first.texts, first
+    async for last in steps:
+        texts = [before + new for before, new in zip(texts, last.texts, strict=True)]
+    return _json(job.answer(texts, last.finishes, last.tokens))
+
+
+class _Events(StreamingResponse):
+    """Server-sent events. Their source is closed with them, whether all were sent or not."""
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.body_iterator):  # type: ignore[type-var]
+            await super().__call__(scope, receive, send)
+
+
+async def _events(job: Job, first: Step, steps: AsyncGenerator[Step]) -> AsyncGenerator[str]:
+    if job.chat:
+        yield _event(job.chunk(0, "", role="assistant"))
+    step: Step | None = first
+    ended: set[int] = set()
+    async with aclosing(steps):
         try:
-            self.connection.sendall(data)
-        finally:
-            self.seconds -= time.monotonic() - begin
-            self.connection.settimeout(SOCKET_SECONDS)
-        return len(data)
+            while step is not None:
+                for index, (text, finish) in enumerate(zip(step.texts, step.finishes, strict=True)):
+                    if text:
+                        yield _event(job.chunk(index, text))
+                    if finish is not None and index not in ended:
+                        ended.add(index)
+                        yield _event(job.chunk(index, "", finish))
+                tokens, step = step.tokens, await anext(steps, None)
+        except (ApiError, UserError) as error:
+            yield _event(_problem(error).body)
+            return
+    if job.include_usage:
+        yield _event(job.counts(tokens))
+    yield "data: [DONE]\n\n"
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """One connection."""
-
-    server: ApiServer
-    protocol_version, server_version, sys_version = "HTTP/1.1", "megalite", ""
-    default_request_version = "HTTP/1.0"  # of what is no request: its answer has a status line too
-    timeout, disable_nagle_algorithm = SOCKET_SECONDS, True
-
-    def setup(self) -> None:
-        super().setup()
-        self.wfile = self.writer = _PatientWriter(self.connection)
-
-    def handle_one_request(self) -> None:
-        self.begun = False  # whether a part of the answer is on its way
-        self.unread = True  # whether the client may have sent more than was read
-        self.half_closed = False
-        self.writer.seconds = WRITE_SECONDS
-        super().handle_one_request()
-
-    def finish(self) -> None:
-        super().finish()
-        if self.unread:
-            with contextlib.suppress(OSError):
-                self._linger()
-
-    def _linger(self) -> None:
-        """Take what the client still sends, within bounds: closing on it would reset the connection, and with it the
-        answer that the client has yet to read."""
-        self.connection.shutdown(socket.SHUT_WR)
-        self.connection.settimeout(LINGER_SECONDS / 5)
-        left, end = 16 * self.server.service.max_body, time.monotonic() + LINGER_SECONDS
-        while left > 0 and time.monotonic() < end and (part := self.connection.recv(1 << 16)):
-            left -= len(part)
-
-    def do_GET(self) -> None:
-        self._answer(self._get)
-
-    do_HEAD = do_GET
-
-    def do_POST(self) -> None:
-        self._answer(self._post)
-
-    def _answer(self, respond: Callable[[str, bytes], None]) -> None:
-        try:
-            host = self.headers.get("Host", HOST).rsplit(":", 1)[0]
-            if host.lower() not in _LOCAL:  # a page of some web site that had its name point here
-                self.close_connection = True
-                raise ApiError(403, f"this server answers for {', '.join(_LOCAL)} alone")
-            respond(self._asked(), self._body())
-        except ApiError as error:
-            self._fail(error)
-        except (_ClientGone, ConnectionError, TimeoutError):
-            self.close_connection = True
-        except UserError as error:
-            self._fail(ApiError(500, str(error)))
-        except Exception:
-            traceback.print_exc()
-            self._fail(ApiError(500, "the server failed on this request; its output says how"))
-
-    def _asked(self) -> str:
-        """The path that is asked for."""
-        return unquote(self.path.partition("?")[0])
-
-    def _get(self, path: str, _: bytes) -> None:
-        answers = self._pages()
-        if path in answers:
-            self._send(200, answers[path])
-        elif path in _POSTS:
-            raise ApiError(405, f"{path} takes POST")
-        else:
-            raise ApiError(404, f"there is no {path[:100]}")
-
-    def _pages(self) -> dict[str, dict[str, Any]]:
-        """What there is to read, by path."""
-        service = self.server.service
-        name = service.loaded.name
-        model = {"id": name, "object": "model", "created": service.created, "owned_by": "megalite"}
-        answers: dict[str, dict[str, Any]] = {
-            "/health": {"status": "ok"},
-            "/v1/models": {"object": "list", "data": [model]},
-            f"/v1/models/{name}": model,
-        }
-        posts = [path for path, chat in _POSTS.items() if service.dialogue or not chat]
-        return {"/": {"model": name, "GET": ["/", *answers], "POST": posts}, **answers}
-
-    def _post(self, path: str, body: bytes) -> None:
-        if path not in _POSTS:
-            known = path in self._pages()
-            raise ApiError(405 if known else 404, f"{path} takes GET" if known else f"there is no {path[:100]}")
-        service = self.server.service
-        job = service.read(body, chat=_POSTS[path])
-        frame = Frame(job.chat, uuid.uuid4().hex, int(time.time()), service.loaded.name)
-        steps = service.write(job, self._check_client)
-        try:
-            if job.stream:
-                self._stream(job, frame, steps)
-                return
-            writing = next(steps)
-            assert isinstance(writing, Writing)
-            for _ in steps:
-                pass
-            choices = [(result.text, result.finish) for result in writing.results]
-            self._send(200, frame.whole(choices, usage(job, writing.tokens)))
-        finally:
-            steps.close()  # type: ignore[attr-defined]
-
-    def _body(self) -> bytes:
-        """What a POST must have and any other request may. Raises an ApiError, and then the connection is of no more
-        use."""
-        length, most = self.headers.get("Content-Length"), self.server.service.max_body
-        if length is None and self.command != "POST":
-            length = "0"
-        unusable, self.close_connection = self.close_connection, True
-        if length is None or "Transfer-Encoding" in self.headers:
-            raise ApiError(411, "Content-Length is missing")
-        if len(set(self.headers.get_all("Content-Length", []))) > 1:
-            raise ApiError(400, "Content-Length is said twice, and differently")
-        if not (length.isascii() and length.isdigit()):
-            raise ApiError(400, "Content-Length is not a number")
-        if len(length) > 18 or int(length) > most:
-            raise ApiError(413, f"the body may have {most} bytes", code="request_too_large")
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
-            raise ApiError(400, f"the body ends after {len(body)} of {length} bytes")
-        self.close_connection, self.unread = unusable, False
-        return body
-
-    def _stream(self, job: Job, frame: Frame, steps: Iterator[Writing | list[str]]) -> None:
-        """Server-sent events; the connection ends with them, as they have no length."""
-        writing = next(steps)
-        assert isinstance(writing, Writing)
-        self.close_connection = self.begun = True
-        self.send_response(200)
-        for name, value in (
-            ("Content-Type", "text/event-stream"),
-            ("Cache-Control", "no-cache"),
-            ("Connection", "close"),
-        ):
-            self.send_header(name, value)
-        self.end_headers()
-        if job.chat:
-            self._event(frame.first())
-        ended: set[int] = set()
-        for texts in steps:
-            assert isinstance(texts, list)
-            for index, text in enumerate(texts):
-                finish = writing.results[index].finish
-                if text:
-                    self._event(frame.piece(index, text))
-                if finish is not None and index not in ended:
-                    ended.add(index)
-                    self._event(frame.last(index, finish))
-        if job.include_usage:
-            self._event(frame.counts(usage(job, writing.tokens)))
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def _event(self, value: dict[str, Any]) -> None:
-        self.wfile.write(b"data: " + json.dumps(value).encode() + b"\n\n")
-
-    def _send(self, status: int, value: dict[str, Any]) -> None:
-        body = json.dumps(value).encode()
-        self.begun = True
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        if status == 405:
-            self.send_header("Allow", "POST" if self._asked() in _POSTS else "GET, HEAD")
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def _fail(self, error: ApiError) -> None:
-        """The error as an answer, or as an event where the answer has begun."""
-        try:
-            if self.begun:
-                self.close_connection = True
-                self._event(error.body())
-            else:
-                self._send(error.status, error.body())
-        except (ConnectionError, TimeoutError):
-            self.close_connection = True
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the library itself refuses: broken requests, unknown methods."""
-        self.close_connection = True
-        self._fail(ApiError(int(code), message or explain or "bad request"))
-
-    def _check_client(self) -> None:
-        """Raises where the client has closed the connection.
-
-        One that will send no more may still read. Which of the two it is shows once something is sent to it, since a
-        closed connection is then reset. HTTP lets a server say 100 at any time before an answer.
-        """
-        poll = select.poll()
-        poll.register(self.connection, select.POLLIN)
-        try:
-            for _, state in poll.poll(0):
-                if state & (select.POLLERR | select.POLLHUP):
-                    raise _ClientGone
-                if not self.half_closed and not self.connection.recv(1, socket.MSG_PEEK):
-                    self.half_closed = True
-                    if not self.begun and self.request_version >= "HTTP/1.1":
-                        self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        except OSError:
-            raise _ClientGone from None
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"

@@ -1,87 +1,140 @@
 """One model and the requests that share it, without the network.
 
 Key idea: one thread does all work of the model, a step at a time. So requests take turns token by token, and none waits
-for another's whole answer. So many are read at a time (tokenizers have much to do on long prompts), and so many
-written, since each answer holds a cache; the others wait, and none for ever.
+for another's whole answer. As many are written at once as there are places and memory for their keys and values; the
+others wait in line, and none for ever.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
+import re
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Generator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from megalite.inference.api import ApiError, Job, read_job
+from megalite.inference.cache import KeyValueCache
 from megalite.inference.chat import Dialogue
 from megalite.inference.load import LoadedModel
 from megalite.inference.options import GenerationOptions
 from megalite.inference.text import Writing
 
-MAX_READING, MAX_RUNNING = 2, 4
+MAX_READING, MAX_RUNNING, MAX_REQUESTS = 2, 4, 64
 QUEUE_SECONDS = 120.0
+_BUSY = "too many other requests are being answered: try again later"
+_ENDING = "the server is ending"
+
+
+class Step(NamedTuple):
+    """What one step has made known of each answer: more text, and how it ended if it has. `tokens`: of all so far."""
+
+    texts: list[str]
+    finishes: list[str | None]
+    tokens: int
 
 
 class Service:
     """A model and what requests need of it. `defaults`: options of a request that doesn't say. `dialogue`: None where
-    the model has no chat template."""
+    the model has no chat template. `memory`: bytes that keys and values of all requests together may take."""
 
-    def __init__(self, loaded: LoadedModel, defaults: GenerationOptions, dialogue: Dialogue | None):
-        self.loaded, self.defaults, self.dialogue = loaded, defaults, dialogue
-        self.created = int(time.time())
+    def __init__(self, loaded: LoadedModel, defaults: GenerationOptions, dialogue: Dialogue | None, memory: int):
+        self.name, self.can_chat = loaded.name, dialogue is not None
         self.max_body = max(1 << 20, 32 * loaded.context)
-        self._closing = threading.Event()
-        self._readers = threading.BoundedSemaphore(MAX_READING)
-        self._slots = threading.BoundedSemaphore(MAX_RUNNING)
-        self._model_thread = ThreadPoolExecutor(1, "model")
+        self.room = memory // KeyValueCache(loaded.model, tokens=1, batch=1).nbytes  # tokens
+        self._loaded = loaded
+        self._read = partial(read_job, loaded=loaded, defaults=defaults, dialogue=dialogue, room=self.room)
+        # Few prompts are tokenized at a time, since a tokenizer may have much to do.
+        self._readers, self._model = ThreadPoolExecutor(MAX_READING, "reader"), ThreadPoolExecutor(1, "model")
+        self._requests = self._running = self._tokens = 0
+        self._line, self._freed = asyncio.Lock(), asyncio.Event()
+        self._closing = False
 
-    def read(self, body: bytes, *, chat: bool) -> Job:
-        """Raises an ApiError. Few at a time, since a tokenizer may have much to do."""
-        with _place(self._readers):
-            return read_job(body, chat=chat, loaded=self.loaded, defaults=self.defaults, dialogue=self.dialogue)
+    async def read(self, body: bytes, *, chat: bool) -> Job:
+        """Raises an ApiError."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, partial(self._read, body, chat=chat))
 
-    def write(self, job: Job, check: Callable[[], None]) -> Iterator[Writing | list[str]]:
-        """First the answers, which grow, then what becomes known of each. `check` may raise to give up.
+    async def write(self, job: Job) -> AsyncGenerator[Step]:
+        """Answer step by step, at least one. Raises an ApiError where too many others wait, and what the model's steps
+        raise."""
+        if self._requests >= MAX_REQUESTS:
+            raise ApiError(503, _BUSY)
+        self._requests += 1
+        try:
+            await self._enter(job.tokens)
+            loop, gone = asyncio.get_running_loop(), threading.Event()
+            steps = self._steps(job, gone)
 
-        Raises an ApiError where too many others wait, and what the model's steps raise.
-        """
+            def leave() -> None:
+                steps.close()
+                loop.call_soon_threadsafe(self._leave, job.tokens)
+
+            try:
+                while (step := await loop.run_in_executor(self._model, next, steps, None)) is not None:
+                    yield step
+            finally:
+                gone.set()
+                self._model.submit(leave)  # behind a step that may still run: until then its memory is in use
+        finally:
+            self._requests -= 1
+
+    def _steps(self, job: Job, gone: threading.Event) -> Generator[Step]:
+        """Runs on the model's thread alone."""
 
         def go_on() -> None:
-            if self._closing.is_set():
-                raise ApiError(503, "the server is ending")
-            check()
+            if self._closing or gone.is_set():
+                raise ApiError(503, _ENDING)
 
-        with _place(self._slots):
-            check()
-            writing = Writing(
-                self.loaded, job.prompts, job.options, stop=job.ends, stop_strings=job.stop_strings, check=go_on
-            )
-            yield writing
-            steps = iter(writing)
-            while (texts := self._on_model_thread(lambda: next(steps, None))) is not None:
-                yield texts
+        writing = Writing(
+            self._loaded, job.prompts, job.options, stop=job.ends, stop_strings=job.stop_strings, check=go_on
+        )
+        for texts in writing:
+            yield Step(texts, [result.finish for result in writing.results], writing.tokens)
 
-    def _on_model_thread(self, step: Callable[[], list[str] | None]) -> list[str] | None:
+    async def _enter(self, tokens: int) -> None:
+        """Wait for a place and memory: first come, first served, so that no large request starves."""
         try:
-            return self._model_thread.submit(step).result()
-        except (RuntimeError, CancelledError) as error:
-            if self._closing.is_set():
-                raise ApiError(503, "the server is ending") from None
-            raise error
+            async with asyncio.timeout(QUEUE_SECONDS), self._line:
+                while self._running == MAX_RUNNING or self._tokens + tokens > self.room:
+                    if self._closing:
+                        raise ApiError(503, _ENDING)
+                    self._freed.clear()
+                    await self._freed.wait()
+                self._running += 1
+                self._tokens += tokens
+        except TimeoutError:
+            raise ApiError(503, _BUSY) from None
+
+    def _leave(self, tokens: int) -> None:
+        self._running -= 1
+        self._tokens -= tokens
+        self._freed.set()
+
+    def stop(self) -> None:
+        """End all answers after the step that the model is at. On the event loop's thread."""
+        self._closing = True
+        self._freed.set()
 
     def close(self) -> None:
-        """End all answers after the step that the model is at, and wait for that."""
-        self._closing.set()
-        self._model_thread.shutdown(cancel_futures=True)
+        """Wait for the threads: one that let go of a tensor while the interpreter ends would be ended in the midst of
+        torch, which aborts the process."""
+        self._closing = True
+        for pool in (self._readers, self._model):
+            pool.shutdown(cancel_futures=True)
 
 
-@contextlib.contextmanager
-def _place(places: threading.Semaphore) -> Iterator[None]:
-    """One of some places for requests; an ApiError where none becomes free."""
-    if not places.acquire(timeout=QUEUE_SECONDS):
-        raise ApiError(503, "too many other requests are being answered: try again later")
-    try:
-        yield
-    finally:
-        places.release()
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free where the model is."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(OSError):
+        if found := re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text()):
+            return int(found[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # other systems: half of all

@@ -1,4 +1,4 @@
-"""The server as its clients see it: OpenAI's form over plain HTTP, bounds, and no end by any request."""
+"""The server as its clients see it: OpenAI's own client, plain HTTP, bounds, and no end by any request."""
 
 from __future__ import annotations
 
@@ -6,36 +6,42 @@ import contextlib
 import http.client
 import itertools
 import json
-import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from torch import Tensor
 
 from megalite.config.errors import UserError
 from megalite.inference import server as server_module
+from megalite.inference import service as service_module
+from megalite.inference.cache import KeyValueCache
 from megalite.inference.chat import open_dialogue
 from megalite.inference.generate import PaddedBatch, generate
 from megalite.inference.load import LoadedModel, load_huggingface_for_generation
 from megalite.inference.options import GenerationOptions
-from megalite.inference.server import MAX_CONNECTIONS, ApiServer
+from megalite.inference.server import MAX_CONNECTIONS, Server, listen
 from megalite.inference.service import MAX_READING, MAX_RUNNING, Service
 from tests.inference.checkpoints import save_hf
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-HELLO = [{"role": "user", "content": "Hello"}]
+HELLO: Any = [{"role": "user", "content": "Hello"}]
 
 
 class Client:
-    """Plain HTTP to one server."""
+    """Plain HTTP to one server, and OpenAI's client."""
 
-    def __init__(self, server: ApiServer, loaded: LoadedModel):
-        self.server, self.loaded, self.port = server, loaded, server.port
+    def __init__(self, service: Service, loaded: LoadedModel, port: int):
+        self.service, self.loaded, self.port = service, loaded, port
+        url = f"http://127.0.0.1:{port}/v1"
+        self.official = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
 
     def send(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -52,14 +58,12 @@ class Client:
         assert status == 200, value
         return dict(value)
 
-    def events(self, path: str, **fields: Any) -> list[dict[str, Any]]:
-        status, text = self.send("POST", path, json.dumps({**fields, "stream": True}).encode())
-        assert status == 200
-        *events, done, rest = text.decode("utf-8").split("\n\n")
-        assert (done, rest) == ("data: [DONE]", "")
-        return [json.loads(event.removeprefix("data: ")) for event in events]
+    def complete(self, prompt: str, count: int) -> str:
+        """The official client's completion."""
+        return self.official.completions.create(model="tiny", prompt=prompt, max_tokens=count).choices[0].text
 
     def greedy(self, prompt: str, count: int) -> tuple[list[int], str]:
+        """What the model writes, without the server."""
         tokenizer = self.loaded.tokenizer
         ids = tokenizer.tokenize(prompt)
         options = GenerationOptions(max_new_tokens=count)
@@ -68,31 +72,47 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = save_hf(tmp_path_factory.mktemp("server") / "tiny")
-    loaded = load_huggingface_for_generation(str(folder), given={"layout.threads_per_rank": 1})
-    service = Service(loaded, GenerationOptions(max_new_tokens=24), open_dialogue(loaded, None))
-    with serving(ApiServer(service, 0)) as client:
+    return load_huggingface_for_generation(str(folder), given={"layout.threads_per_rank": 1})
+
+
+@pytest.fixture(scope="module")
+def client(loaded: LoadedModel) -> Iterator[Client]:
+    with serving(loaded) as client:
         yield client
-    service.close()
 
 
 @contextlib.contextmanager
-def serving(server: ApiServer) -> Iterator[Client]:
-    """A client of a server that runs; the service is not closed."""
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+def serving(loaded: LoadedModel, *, memory: int = 1 << 30, send_buffer: int | None = None) -> Iterator[Client]:
+    """A client of a server that runs in a thread."""
+    dialogue = open_dialogue(loaded, None) if loaded.name == "tiny" else None
+    service = Service(loaded, GenerationOptions(max_new_tokens=24), dialogue, memory)
+    server, listener = Server(service), listen(0)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
-    yield Client(server, server.service.loaded)
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield Client(service, loaded, listener.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        service.close()
+        assert not thread.is_alive()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_it_says_how_it_is_and_what_it_has(client: Client) -> None:
     assert client.send("GET", "/health") == (200, {"status": "ok"})
-    status, models = client.send("GET", "/v1/models")
-    assert (status, [model["id"] for model in models["data"]]) == (200, ["tiny"])
-    assert client.send("GET", "/v1/models/tiny")[1] == models["data"][0]
+    assert [model.id for model in client.official.models.list()] == ["tiny"]
+    assert client.official.models.retrieve("tiny").owned_by == "megalite"
     paths = client.send("GET", "/")[1]
     assert all(client.send("GET", path)[0] == 200 for path in paths["GET"])
     assert (paths["model"], paths["POST"]) == ("tiny", [COMPLETIONS, CHAT])
@@ -100,43 +120,51 @@ def test_it_says_how_it_is_and_what_it_has(client: Client) -> None:
 
 def test_a_completion_is_the_greedy_continuation_with_its_counts(client: Client) -> None:
     tokens, text = client.greedy("The quick", 10)
-    answer = client.post(COMPLETIONS, model="tiny", prompt="The quick", max_tokens=10)
-    assert answer["object"] == "text_completion"
-    assert answer["choices"] == [
-        {"index": 0, "text": text, "logprobs": None, "finish_reason": "length" if len(tokens) == 10 else "stop"}
-    ]
+    answer = client.official.completions.create(model="tiny", prompt="The quick", max_tokens=10)
+    (choice,) = answer.choices
+    reason = "length" if len(tokens) == 10 else "stop"
+    assert (choice.text, choice.finish_reason, choice.index, choice.logprobs) == (text, reason, 0, None)
     prompt = len(client.loaded.tokenizer.tokenize("The quick"))
     counts = {"prompt_tokens": prompt, "completion_tokens": len(tokens), "total_tokens": prompt + len(tokens)}
-    assert answer["usage"] == counts
+    assert answer.usage is not None and answer.usage.model_dump(exclude_none=True) == counts
+
+
+def test_answers_have_all_that_openai_s_types_require(client: Client) -> None:
+    how: dict[str, Any] = {"max_tokens": 2, "messages": HELLO}
+    openai.types.chat.ChatCompletion.model_validate(client.post(CHAT, **how), strict=True)
+    openai.types.Completion.model_validate(client.post(COMPLETIONS, prompt="a", max_tokens=2), strict=True)
+    for chunk in client.official.chat.completions.create(model="tiny", stream=True, **how):
+        openai.types.chat.ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
 
 
 def test_several_prompts_and_ids_are_answered_in_order(client: Client) -> None:
     prompts = ["The quick", "def add(", "今天"]
     ids = [client.loaded.tokenizer.tokenize(prompt) for prompt in prompts]
+    expected = [client.greedy(prompt, 6)[1] for prompt in prompts]
     for given in (prompts, ids):
-        answer = client.post(COMPLETIONS, prompt=given, max_tokens=6)
-        assert [one["text"] for one in answer["choices"]] == [client.greedy(prompt, 6)[1] for prompt in prompts]
-    assert (
-        client.post(COMPLETIONS, prompt=ids[0], max_tokens=6)["choices"][0]["text"] == client.greedy(prompts[0], 6)[1]
-    )
+        assert [one["text"] for one in client.post(COMPLETIONS, prompt=given, max_tokens=6)["choices"]] == expected
+    assert client.post(COMPLETIONS, prompt=ids[0], max_tokens=6)["choices"][0]["text"] == expected[0]
 
 
 def test_a_stream_joined_is_the_whole_answer(client: Client) -> None:
-    for path, fields in ((COMPLETIONS, {"prompt": ["今天", "The"]}), (CHAT, {"messages": HELLO})):
-        how = {**fields, "temperature": 2.0, "seed": 5, "max_tokens": 20}
-        whole = client.post(path, **how)
-        events = client.events(path, **how, stream_options={"include_usage": True})
-        assert events[-1]["usage"] == whole["usage"]
-        assert events[-1]["choices"] == []
-        for choice in whole["choices"]:
-            pieces = [one for event in events for one in event["choices"] if one["index"] == choice["index"]]
-            if path == CHAT:
-                assert pieces[0]["delta"]["role"] == "assistant"
-                text, joined = choice["message"]["content"], "".join(one["delta"].get("content", "") for one in pieces)
-            else:
-                text, joined = choice["text"], "".join(one["text"] for one in pieces)
-            assert joined == text
-            assert [one["finish_reason"] for one in pieces if one["finish_reason"]] == [choice["finish_reason"]]
+    how: dict[str, Any] = {"model": "tiny", "temperature": 2.0, "seed": 5, "max_tokens": 20}
+    flow: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    completions, chats = client.official.completions, client.official.chat.completions
+    whole = completions.create(prompt=["今天", "The"], **how)
+    *chunks, last = completions.create(prompt=["今天", "The"], **how, **flow)
+    assert (last.usage, last.choices) == (whole.usage, [])
+    for choice in whole.choices:
+        pieces = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
+        assert "".join(piece.text for piece in pieces) == choice.text
+        assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [choice.finish_reason]
+    answer = chats.create(messages=HELLO, **how)
+    *parts, end = chats.create(messages=HELLO, **how, **flow)
+    assert (end.usage, parts[0].choices[0].delta.role) == (answer.usage, "assistant")
+    joined = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert (joined, parts[-1].choices[0].finish_reason) == (
+        answer.choices[0].message.content,
+        answer.choices[0].finish_reason,
+    )
 
 
 def test_the_seed_decides_and_without_one_answers_differ(client: Client) -> None:
@@ -165,63 +193,67 @@ def test_messages_in_parts_are_joined(client: Client) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        (COMPLETIONS, b"{", 400, "not JSON"),
-        (COMPLETIONS, b"\xff\xfe", 400, "not JSON"),
-        (COMPLETIONS, b"[" * 100_000, 400, "not JSON"),
-        (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', 400, "NaN"),
-        (COMPLETIONS, b"[]", 400, "must be a JSON object"),
-        (COMPLETIONS, {}, 400, "prompt must be a string"),
+        (COMPLETIONS, b"{", 400, "Invalid JSON"),
+        (COMPLETIONS, b"\xff\xfe", 400, "Invalid JSON"),
+        (COMPLETIONS, b"[" * 100_000, 400, "Invalid JSON"),
+        (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', 400, "temperature: Input should be a finite number"),
+        (COMPLETIONS, b"[]", 400, "should be an object"),
+        (COMPLETIONS, {}, 400, "prompt: Field required"),
         (COMPLETIONS, {"prompt": []}, 400, "none of them empty"),
-        (COMPLETIONS, {"prompt": [1, "a"]}, 400, "prompt must be a string"),
+        (COMPLETIONS, {"prompt": [1, "a"]}, 400, "prompt: must be a string"),
         (COMPLETIONS, {"prompt": [448]}, 400, "outside the vocabulary"),
         (COMPLETIONS, {"prompt": [1, 430]}, 400, "prompt holds the id 430, which the tokenizer does not have"),
         (COMPLETIONS, {"prompt": [[1], [404]]}, 400, "prompt holds the id 404"),
-        (COMPLETIONS, {"prompt": [True]}, 400, "prompt must be a string"),
-        (COMPLETIONS, {"prompt": ["a"] * 17}, 400, "at most 16 prompts"),
-        (COMPLETIONS, {"prompt": ["a"] * 9, "max_tokens": 200}, 400, "at most 1024"),
-        (COMPLETIONS, {"prompt": "\ud800"}, 400, "prompt holds '\\ud800', half of a surrogate pair: not valid UTF-8"),
-        (COMPLETIONS, b'{"prompt": "a\xed\xa0\x80"}', 400, "not valid UTF-8"),
-        (COMPLETIONS, {"prompt": ["a", "\udc00\ud800"]}, 400, "not valid UTF-8"),
-        (COMPLETIONS, {"prompt": "a", "stop": "\ud800"}, 400, "stop holds"),
-        (COMPLETIONS, {"prompt": "a", "\ud800": 1}, 400, "not valid UTF-8"),
-        (CHAT, {"messages": [{"role": "\ud800", "content": "x"}]}, 400, "messages holds"),
-        (CHAT, {"messages": [{"role": "user", "content": "\udfff"}]}, 400, "messages holds"),
+        (COMPLETIONS, {"prompt": [True]}, 400, "prompt: must be a string"),
+        (COMPLETIONS, {"prompt": ["a"] * 17}, 400, "a list of 1 to 16 of either"),
+        (COMPLETIONS, {"prompt": "\ud800"}, 400, "Invalid JSON"),
+        (COMPLETIONS, b'{"prompt": "a\xed\xa0\x80"}', 400, "Invalid JSON"),
+        (COMPLETIONS, {"prompt": ["a", "\udc00\ud800"]}, 400, "Invalid JSON"),
+        (COMPLETIONS, {"prompt": "a", "stop": "\ud800"}, 400, "Invalid JSON"),
+        (COMPLETIONS, {"prompt": "a", "\ud800": 1}, 400, "Invalid JSON"),
+        (CHAT, {"messages": [{"role": "\ud800", "content": "x"}]}, 400, "Invalid JSON"),
+        (CHAT, {"messages": [{"role": "user", "content": "\udfff"}]}, 400, "Invalid JSON"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
             400,
-            "messages holds",
+            "Invalid JSON",
         ),
-        (CHAT, {"messages": [{"role": "user", "content": "x", "name": "\ud800"}]}, 400, "messages holds"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "name": "\ud800"}]}, 400, "Invalid JSON"),
         (COMPLETIONS, b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", 400, ""),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens must be at least 1"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": "9"}, 400, 'max_tokens must be a whole number, not "9"'),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": True}, 400, "max_tokens must be a whole number, not true"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens: Input should be a valid integer"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": True}, 400, "max_tokens: Input should be a valid integer"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 10**30}, 400, "context is 256"),
         (COMPLETIONS, {"prompt": "a b c d " * 100}, 400, "context is 256"),
-        (COMPLETIONS, {"prompt": "a", "temperature": -1}, 400, "temperature must be"),
-        (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "top_p must be"),
-        (COMPLETIONS, {"prompt": "a", "seed": 2**70}, 400, "seed must fit"),
-        (COMPLETIONS, {"prompt": "a", "stop": ""}, 400, "stop must be"),
-        (COMPLETIONS, {"prompt": "a", "stop": {"a": 1}}, 400, "stop must be"),
-        (COMPLETIONS, {"prompt": "a", "stop": [1]}, 400, "stop must be"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "temperature": -1},
+            400,
+            "temperature: Input should be greater than or equal to 0",
+        ),
+        (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "top_p: Input should be greater than 0"),
+        (COMPLETIONS, {"prompt": "a", "seed": 2**70}, 400, "seed: Input should be less than"),
+        (COMPLETIONS, {"prompt": "a", "stop": ""}, 400, "stop: must be a string or a list"),
+        (COMPLETIONS, {"prompt": "a", "stop": {"a": 1}}, 400, "stop: must be a string or a list"),
+        (COMPLETIONS, {"prompt": "a", "stop": [1]}, 400, "stop: must be a string or a list"),
         (COMPLETIONS, {"prompt": "a", "n": 2}, 400, "n is not supported"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 5}, 400, "logprobs is not supported"),
         (COMPLETIONS, {"prompt": "a", "temprature": 1}, 400, "unknown field 'temprature'"),
-        (COMPLETIONS, {"prompt": "a", "stream": "yes"}, 400, "stream must be true or false"),
+        (COMPLETIONS, {"prompt": "a", "stream": "yes"}, 400, "stream: Input should be a valid boolean"),
         (COMPLETIONS, {"prompt": "a", "model": "other"}, 404, "no model 'other'"),
-        (CHAT, {}, 400, "messages must be a list"),
-        (CHAT, {"messages": []}, 400, "messages must be a list"),
-        (CHAT, {"messages": ["a"]}, 400, "must be an object"),
-        (CHAT, {"messages": [{"role": "user"}]}, 400, "content must be a string"),
+        (CHAT, {}, 400, "messages: Field required"),
+        (CHAT, {"messages": []}, 400, "messages: List should have at least 1 item"),
+        (CHAT, {"messages": ["a"]}, 400, "messages.0: Input should be an object"),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "messages.0.content: Field required"),
         (
             CHAT,
             {"messages": [{"role": 1, "content": "a"}]},
             400,
-            "role must be one of system, user, assistant, tool, developer",
+            "role: Input should be 'system', 'developer', 'user', 'assistant' or 'tool'",
         ),
-        (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "role must be one of"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "type text alone"),
+        (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "role: Input should be"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts of type text alone"),
         (CHAT, {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, 400, "tool_calls"),
         (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools is not supported"),
         ("/v1/embeddings", {}, 404, "there is no /v1/embeddings"),
@@ -241,8 +273,43 @@ def test_a_bad_request_is_told_in_openai_s_form(
     assert value["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"max_tokens": 0}, openai.BadRequestError),
+        ({"logprobs": 2}, openai.BadRequestError),
+        ({"extra_body": {"temprature": 1}}, openai.BadRequestError),
+        ({"model": "other"}, openai.NotFoundError),
+        ({"extra_headers": {"Origin": "https://evil.example"}}, openai.PermissionDeniedError),
+        ({"prompt": "a" * (1 << 20)}, openai.APIStatusError),
+    ],
+)
+def test_openai_s_client_raises_its_own_errors(
+    client: Client, fields: dict[str, Any], kind: type[openai.APIStatusError]
+) -> None:
+    with pytest.raises(kind) as caught:
+        client.official.completions.create(**{"model": "tiny", "prompt": "a", **fields})
+    assert type(caught.value) is kind
+    assert isinstance(caught.value.body, dict) and set(caught.value.body) == {"message", "type", "param", "code"}
+
+
+def test_fields_that_say_nothing_are_accepted(client: Client) -> None:
+    empty: dict[str, Any] = {"tools": [], "functions": [], "logit_bias": {}, "response_format": {"type": "text"}}
+    zero: dict[str, Any] = {
+        "n": 1,
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logprobs": False,
+        "top_logprobs": 0,
+    }
+    ignored: dict[str, Any] = {"user": "u", "metadata": {"a": "b"}, "seed": None, "stop": None}
+    said = [{"role": "user", "content": "Hello", "name": "n", "tool_calls": [], "refusal": None}]
+    expected = client.post(CHAT, messages=HELLO, max_tokens=4)["choices"]
+    assert client.post(CHAT, messages=said, max_tokens=4, **empty, **zero, **ignored)["choices"] == expected
+
+
 def raw(client: Client, content: bytes) -> bytes:
-    """All that the server answers to some bytes."""
+    """All that the server answers to some bytes of a client that then sends no more."""
     with socket.create_connection(("127.0.0.1", client.port), timeout=30) as connection:
         connection.sendall(content)
         connection.shutdown(socket.SHUT_WR)
@@ -250,81 +317,48 @@ def raw(client: Client, content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "status"),
+    ("method", "path", "headers", "status", "message"),
     [
-        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", b"411"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n", b"400"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"411"),
-        (b"GET /health HTTP/1.1\r\nHost: evil.example:80\r\n\r\n", b"403"),
-        (b"BREW /tea HTTP/1.1\r\nHost: localhost\r\n\r\n", b"501"),
-        (b"OPTIONS /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", b"501"),
-        (b"nonsense\r\n\r\n", b"400"),
-        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
-        (b"GET / HTTP/1.1\r\nX: " + b"a" * 70_000 + b"\r\n\r\n", b"431"),
-        (b"GET / HTTP/1.1\r\n" + b"X: a\r\n" * 200 + b"\r\n", b"431"),
-        (b"PUT /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 300000\r\n\r\n" + b" " * 300_000, b"501"),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"411"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{", b"400"),
-        (b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"405"),
-        (b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"404"),
+        ("GET", COMPLETIONS, {}, 405, f"{COMPLETIONS} takes POST"),
+        ("GET", "/nothing", {}, 404, "there is no /nothing"),
+        ("BREW", "/health", {}, 405, "/health takes GET"),
+        ("GET", "/health", {"Host": "evil.example:80"}, 403, "Host: this server answers for 127.0.0.1, localhost"),
+        ("GET", "/health", {"Host": "localhost.example"}, 403, "Host: "),
+        ("GET", "/health", {"Host": "[broken"}, 403, "Host: "),
+        ("POST", COMPLETIONS, {"Origin": "https://evil.example"}, 403, "Origin: this server answers pages of"),
+        ("POST", COMPLETIONS, {"Origin": "http://127.0.0.1.evil.example"}, 403, "Origin: "),
+        ("POST", COMPLETIONS, {"Origin": "null"}, 403, "Origin: "),
+        ("POST", "/nothing", {"Origin": "null"}, 403, "Origin: "),
     ],
 )
-def test_broken_http_is_refused_with_a_json_error(client: Client, content: bytes, status: bytes) -> None:
-    alive = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    for before in (b"", alive):
-        answer = raw(client, before + content)
-        if before:
-            healthy, answer = answer[: answer.index(b"}") + 1], answer[answer.index(b"}") + 1 :]
-            assert healthy.endswith(b'{"status": "ok"}')
-        assert re.match(rb"HTTP/1\.1 " + status + b" ", answer), answer[:100]
-        assert json.loads(answer.rpartition(b"\r\n")[2])["error"]["message"]
+def test_what_is_not_for_this_server_is_refused_with_a_json_error(
+    client: Client, method: str, path: str, headers: dict[str, str], status: int, message: str
+) -> None:
+    found, value = client.send(method, path, b'{"prompt": "a"}', **headers)
+    assert (found, value["error"]["message"][: len(message)]) == (status, message)
 
 
-def test_the_body_of_a_get_is_not_the_next_request(client: Client) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=30)
-    for method, path, status in (("GET", "/health", 200), ("GET", COMPLETIONS, 405), ("GET", "/health", 200)):
-        connection.request(method, path, b"GET /nothing HTTP/1.1\r\n\r\n")
-        answer = connection.getresponse()
-        assert answer.status == status, answer.read()
-        answer.read()
-    connection.close()
-
-
-def test_head_tells_the_length_and_sends_no_body(client: Client) -> None:
-    for path, status in (("/v1/models", 200), (COMPLETIONS, 405), ("/nothing", 404)):
-        request = f" {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
-        head, _, body = raw(client, b"GET" + request).partition(b"\r\n\r\n")
-        found, _, none = raw(client, b"HEAD" + request).partition(b"\r\n\r\n")
-        assert found.startswith(b"HTTP/1.1 %d " % status)
-        assert (none, f"Content-Length: {len(body)}".encode() in found) == (b"", True)
-        assert (b"Allow: POST" in head) == (status == 405)
-
-
-def test_the_host_s_case_does_not_matter(client: Client) -> None:
-    assert client.send("GET", "/health", Host="LOCALHOST:80")[0] == 200
-    assert client.send("GET", "/health", Host="localhost.example")[0] == 403
+def test_local_names_and_pages_are_answered(client: Client) -> None:
+    for headers in ({"Host": "LOCALHOST:80"}, {"Origin": "http://localhost:3000"}, {"Origin": "http://127.0.0.1"}):
+        assert client.send("GET", "/health", **headers)[0] == 200
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 @pytest.mark.parametrize("stream", [b"true", b"false"])
-def test_a_client_that_has_said_all_and_still_reads_is_answered(client: Client, version: bytes, stream: bytes) -> None:
-    body = b'{"prompt":"The quick","max_tokens":9,"stream":' + stream + b"}"
+def test_a_client_that_has_said_all_and_still_reads_is_answered(
+    client: Client, monkeypatch: pytest.MonkeyPatch, version: bytes, stream: bytes
+) -> None:
+    monkeypatch.setattr(server_module, "PROBE_SECONDS", 0.01)
+    body = b'{"prompt":"The quick","max_tokens":100,"stream":' + stream + b"}"
     head = b"POST /v1/completions HTTP/%s\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (version, len(body))
-    answer = raw(client, head + body)
-    interim = b"HTTP/1.1 100 Continue\r\n\r\n"
-    assert version == b"1.1" or interim not in answer
-    head, _, found = answer.removeprefix(interim).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 200 OK")
-    if stream == b"true":
-        events = [json.loads(event[6:]) for event in found.split(b"\n\n")[:-2]]
-        text = "".join(event["choices"][0]["text"] for event in events)
-    else:
-        text = json.loads(found)["choices"][0]["text"]
-    assert text == client.greedy("The quick", 9)[1]
+    answer, interim = raw(client, head + body), b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert (interim in answer) == (version == b"1.1" and stream == b"false")
+    assert answer.replace(interim, b"").startswith(b"HTTP/1.1 200 OK")
+    assert (b"data: [DONE]" if stream == b"true" else b'"total_tokens"') in answer
 
 
 def test_a_body_beyond_the_bound_is_refused(client: Client) -> None:
-    most = client.server.service.max_body
+    most = client.service.max_body
     status, value = client.send("POST", COMPLETIONS, b" " * (most + 1))
     assert (status, value["error"]["code"]) == (413, "request_too_large")
     assert client.send("POST", COMPLETIONS, b'{"prompt":"a","max_tokens":1}'.ljust(most))[0] == 200
@@ -333,19 +367,22 @@ def test_a_body_beyond_the_bound_is_refused(client: Client) -> None:
 def test_clients_that_go_away_stop_the_work_and_leave_the_server_well(
     client: Client, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(server_module, "PROBE_SECONDS", 0.01)
     steps, advance = itertools.count(), PaddedBatch.advance
 
     def counted(batch: PaddedBatch, tokens: Tensor) -> Tensor:
         next(steps)
+        time.sleep(0.001)
         return advance(batch, tokens)
 
     monkeypatch.setattr(PaddedBatch, "advance", counted)
     _hang_up(client, b'{"prompt":')  # less than it announced
     for stream in (b"true", b"false"):
         for _ in range(MAX_RUNNING + 1):
-            _hang_up(client, b'{"prompt":"a","max_tokens":250,"stream":' + stream + b"}", whole=True)
+            _hang_up(client, b'{"prompt":"c","max_tokens":250,"stream":' + stream + b"}", whole=True)
     client.post(COMPLETIONS, prompt="a", max_tokens=1)
     assert next(steps) < 2 * (MAX_RUNNING + 1) * 250 / 4
+    wait_until(lambda: client.service._running == client.service._tokens == client.service._requests == 0)
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -357,20 +394,56 @@ def _hang_up(client: Client, body: bytes, *, whole: bool = False) -> None:
         time.sleep(0.02)
 
 
-def test_requests_at_once_take_turns_and_do_not_mix(client: Client) -> None:
-    prompts = ["The quick", "def add(", "今天", "👍", "Hello", "a b c"]
-    expected = [client.greedy(prompt, 16)[1] for prompt in prompts]
-    found: dict[str, str] = {}
+def test_fifty_clients_at_once_take_turns_and_do_not_mix(client: Client) -> None:
+    prompts = ["The quick", "def add(", "今天", "👍", "Hello", "a b c", "x", "123", ";", "Once"] * 5
+    expected = {prompt: client.greedy(prompt, 4)[1] for prompt in set(prompts)}
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        found = list(threads.map(lambda prompt: client.complete(prompt, 4), prompts))
+    assert found == [expected[prompt] for prompt in prompts]
 
-    def ask(prompt: str) -> None:
-        found[prompt] = client.post(COMPLETIONS, prompt=prompt, max_tokens=16)["choices"][0]["text"]
 
-    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert [found[prompt] for prompt in prompts] == expected
+def test_too_many_requests_are_told_and_none_waits_for_ever(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_REQUESTS", 0)
+    with pytest.raises(openai.InternalServerError, match="too many other requests"):
+        client.complete("a", 1)
+    monkeypatch.undo()
+    monkeypatch.setattr(service_module, "MAX_RUNNING", 0)
+    monkeypatch.setattr(service_module, "QUEUE_SECONDS", 0.05)
+    with pytest.raises(openai.InternalServerError, match="too many other requests"):
+        client.official.completions.create(model="tiny", prompt="a", stream=True)
+    monkeypatch.undo()
+    assert client.complete("c", 1) == client.greedy("c", 1)[1]
+
+
+def test_keys_and_values_of_all_requests_stay_within_the_memory(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live: weakref.WeakSet[KeyValueCache] = weakref.WeakSet()
+    make, most = KeyValueCache.__init__, [0]
+
+    def counted(cache: KeyValueCache, *arguments: Any, **how: Any) -> None:
+        make(cache, *arguments, **how)
+        live.add(cache)
+        most.append(sum(one.nbytes for one in live))
+
+    config = loaded.model.config
+    width = config.kv_channels or config.hidden_size // config.num_attention_heads
+    groups = config.num_query_groups or config.num_attention_heads
+    memory = 100 * 2 * config.num_layers * groups * width * 4  # of keys and values in fp32
+    with serving(loaded, memory=memory) as client:
+        assert client.service.room == 100
+        monkeypatch.setattr(KeyValueCache, "__init__", counted)
+        for asked in (99, 200, 240):
+            with pytest.raises(openai.BadRequestError, match=r"--serve-memory.*max_tokens may be at most 97") as caught:
+                client.complete("abc", asked)
+            assert caught.value.code == "memory_exceeded"
+        with pytest.raises(openai.BadRequestError, match="no room for an answer"):
+            client.complete("a" * 100, 1)
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda prompt: client.complete(prompt, 40), "cdef"))
+        monkeypatch.undo()
+        assert memory / 2 < max(most) <= memory
+        assert found == [client.greedy(prompt, 40)[1] for prompt in "cdef"]
 
 
 def test_prompts_are_tokenized_few_at_a_time(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,69 +500,58 @@ def test_what_is_too_long_by_its_characters_is_not_tokenized(
         assert longest == 0 if length > most else longest >= length
 
 
-def test_one_connection_serves_several_requests(client: Client) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=30)
-    for body, status in ((b'{"prompt":"a","max_tokens":1}', 200), (b"{", 400), (b'{"prompt":"a","max_tokens":1}', 200)):
-        connection.request("POST", COMPLETIONS, body)
-        answer = connection.getresponse()
-        answer.read()
-        assert answer.status == status
-    connection.close()
-
-
 def test_a_port_in_use_is_named(client: Client) -> None:
     with pytest.raises(UserError, match=f"--serve {client.port}: .*another port"):
-        ApiServer(client.server.service, client.port)
+        listen(client.port)
 
 
-def test_a_client_too_slow_with_its_answer_gives_its_place_to_others(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "WRITE_SECONDS", 0.5)
-    body = json.dumps({"prompt": ["a"] * 4, "max_tokens": 250, "stream": True, "temperature": 9, "stop": "nowhere"})
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    server = ApiServer(client.server.service, 0)
-    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    with serving(server), contextlib.ExitStack() as stack:
-        slow = [stack.enter_context(socket.socket()) for _ in range(MAX_RUNNING)]
-        for one in slow:
+def test_a_client_that_lets_the_server_wait_is_dropped(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "WAIT_SECONDS", 0)
+    monkeypatch.setattr(service_module, "MAX_RUNNING", 1)
+    fields = {"prompt": ["a"] * 4, "max_tokens": 250, "stream": True, "temperature": 9, "stop": "nowhere"}
+    body = json.dumps(fields).encode()
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(body))
+    with serving(loaded, send_buffer=4096) as client, contextlib.ExitStack() as stack:
+
+        def connect(content: bytes) -> socket.socket:
+            one = stack.enter_context(socket.socket())
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            one.connect(("127.0.0.1", server.port))
-            one.sendall((head + body).encode())
-        for one in slow:
-            assert one.recv(16)
-        stop = threading.Event()
+            one.settimeout(30)
+            one.connect(("127.0.0.1", client.port))
+            one.sendall(content)
+            return one
 
-        def trickle() -> None:
-            while not stop.wait(0.1):
-                for one in slow:
-                    with contextlib.suppress(OSError):
-                        one.recv(64, socket.MSG_DONTWAIT)
-
-        reader = threading.Thread(target=trickle)
-        reader.start()
-        begin = time.monotonic()
-        client.post(COMPLETIONS, prompt="a", max_tokens=1)
-        stop.set()
-        reader.join()
-        assert time.monotonic() - begin < 20
+        reader = connect(head + body)
+        assert reader.recv(1)
+        assert client.complete("c", 1) == client.greedy("c", 1)[1]
+        for one in (connect(b""), connect(head[:20]), connect(head + body[:9])):
+            with contextlib.suppress(ConnectionResetError):
+                assert one.recv(1) == b""
 
 
-def test_one_client_more_than_there_are_places_is_told(client: Client) -> None:
-    assert MAX_CONNECTIONS <= 256  # each has a thread
-    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-    before = threading.active_count()
-    with serving(ApiServer(client.server.service, 0)) as fresh:
-        idle = [socket.create_connection(("127.0.0.1", fresh.port), timeout=30) for _ in range(MAX_CONNECTIONS)]
-        head, _, body = raw(fresh, request).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 503 ")
-        assert "connections" in json.loads(body)["error"]["message"]
-        assert threading.active_count() <= before + 2 + MAX_CONNECTIONS
-        for one in idle:
-            one.close()
-        end = time.monotonic() + 20
-        while not (answer := raw(fresh, request)).startswith(b"HTTP/1.1 200"):
-            assert time.monotonic() < end, answer
+def test_idle_connections_leave_room_for_others(loaded: LoadedModel) -> None:
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with serving(loaded) as client, contextlib.ExitStack() as stack:
+        for number in range(2 * MAX_CONNECTIONS):
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", client.port), timeout=30))
+            if number % 2:
+                one.sendall(request)
+                assert one.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert client.complete("c", 1) == client.greedy("c", 1)[1]
+
+
+def test_a_server_that_ends_tells_those_that_it_answers(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = PaddedBatch.advance
+    monkeypatch.setattr(PaddedBatch, "advance", lambda *arguments: time.sleep(0.01) or advance(*arguments))
+    with serving(loaded) as client:
+        stream = client.official.completions.create(model="tiny", prompt="c", max_tokens=250, stream=True)
+        next(stream)
+        client.service._closing = True  # as `stop` does
+        with pytest.raises(openai.APIError, match="the server is ending"):
+            for _ in stream:
+                pass
+        with pytest.raises(openai.InternalServerError, match="the server is ending"):
+            client.complete("a", 1)
 
 
 def test_a_model_is_named_as_the_user_names_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,20 +564,9 @@ def test_a_model_is_named_as_the_user_names_its_folder(tmp_path: Path, monkeypat
     loaded = load_huggingface_for_generation(str(tmp_path / "my model"), given=given)
     adapted = loaded.with_adapter("runs/lora/", ["a note"])
     assert (loaded.name, adapted.name, adapted.notes[-1]) == ("my model", "my model+lora", "a note")
-    service = Service(adapted, GenerationOptions(max_new_tokens=2), None)
-    with serving(ApiServer(service, 0)) as client:
+    with serving(adapted) as client:
         assert client.send("GET", "/v1/models/my%20model+lora")[1]["id"] == "my model+lora"
         assert client.post(COMPLETIONS, model="my model+lora", prompt="a")["model"] == "my model+lora"
         assert client.send("GET", "/")[1]["POST"] == [COMPLETIONS]
-    service.close()
-
-
-def test_without_a_template_chats_are_refused_and_completions_answered(tmp_path: Path) -> None:
-    folder = save_hf(tmp_path / "bare", template=False)
-    loaded = load_huggingface_for_generation(str(folder), given={"layout.threads_per_rank": 1})
-    service = Service(loaded, GenerationOptions(max_new_tokens=2), None)
-    with serving(ApiServer(service, 0)) as client:
         status, value = client.send("POST", CHAT, json.dumps({"messages": HELLO}).encode())
         assert (status, "no chat template" in value["error"]["message"]) == (400, True)
-        assert client.post(COMPLETIONS, prompt="a")["choices"]
-    service.close()

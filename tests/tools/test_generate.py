@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import re
@@ -152,6 +153,9 @@ def test_what_has_no_effect_is_said(tool: ModuleType, run: Path, capsys: pytest.
         (("--prompt", "a", "--load-hf", "b"), "exactly one of --load and --load-hf"),
         (("--prompt", "a", "--serve", "0"), "--serve takes its prompts from requests"),
         (("--serve", "65536"), "--serve 65536 must be a port"),
+        (("--serve", "0", "--serve-memory", "0"), "--serve-memory 0.0 must be a positive number"),
+        (("--serve", "0", "--serve-memory", "1e-9"), "--serve-memory 1e-09 GiB has no room for two tokens"),
+        (("--prompt", "a", "--serve-memory", "1"), "--serve-memory belongs to --serve"),
         (("--chat", "--json"), "--json belongs to --prompt"),
         (("--prompt", "a", "--system", "b"), "--system belongs to --chat and --serve"),
         (("--chat",), "give --chat-template chatml or a file"),
@@ -167,6 +171,14 @@ def test_what_has_no_effect_is_said(tool: ModuleType, run: Path, capsys: pytest.
 def test_bad_flags_are_named(tool: ModuleType, run: Path, flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(FlagError, match=message):
         tool.main(words(run, *flags))
+
+
+def test_a_server_without_its_packages_says_how_to_install_them(
+    tool: ModuleType, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FlagError, match=r"--serve needs pydantic, starlette, uvicorn: pip install -e '\.\[serve\]'"):
+        tool.main(words(run, "--serve", "0"))
 
 
 def test_a_missing_checkpoint_is_named(tool: ModuleType, tmp_path: Path) -> None:
@@ -222,7 +234,8 @@ def test_an_adapter_is_put_on_the_model(
     assert adapted["tokens"] == expected != plain["tokens"]
 
 
-def test_a_signal_ends_the_server_in_the_middle_of_an_answer(hf: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_in_the_middle_of_an_answer(hf: Path, number: signal.Signals) -> None:
     command = [sys.executable, str(SCRIPT), "--load-hf", str(hf), "--threads-per-rank", "1", "--serve", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
@@ -233,10 +246,10 @@ def test_a_signal_ends_the_server_in_the_middle_of_an_answer(hf: Path) -> None:
         assert (curl, url, data) == ("curl", f"{found[1]}/chat/completions", "-d")
         with urllib.request.urlopen(url, example.encode(), timeout=60) as answer:
             assert json.load(answer)["choices"]
-        body = json.dumps({"prompt": "a", "max_tokens": 250, "stream": True}).encode()
+        body = json.dumps({"prompt": "c", "max_tokens": 250, "stream": True}).encode()
         with urllib.request.urlopen(f"{found[1]}/completions", body, timeout=60) as answer:
             assert answer.readline().startswith(b"data: {")
-            server.send_signal(signal.SIGTERM)
+            server.send_signal(number)
             status = server.wait(timeout=30)
         said = server.stderr.read()
         assert (status, said.endswith("the server ends\n")) == (0, True), said
