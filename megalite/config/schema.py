@@ -301,6 +301,9 @@ class TokenizerConfig:
     vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer")
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
     vocab_size: int | None = flag(None, "ids of NullTokenizer (its EOD is one more); else a check of the tokenizer's")
+    parse_special_tokens: bool = flag(
+        False, "read special tokens that documents or messages spell out (<|endoftext|>) as these tokens, not as text"
+    )
 
 
 @dataclass

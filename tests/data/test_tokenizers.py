@@ -110,7 +110,8 @@ def build(kind: str, **fields: Any) -> Tokenizer:
 )
 def test_text_survives_the_round_trip(every: dict[str, Tokenizer], kind: str, text: str) -> None:
     ids = every[kind].tokenize(text)
-    assert every[kind].detokenize(ids) == text
+    # SentencePiece itself reads U+2581 as a blank, and its ids are the law.
+    assert every[kind].detokenize(ids) == (text.replace("▁", " ") if kind == "sentencepiece" else text)
     assert all(0 <= i < every[kind].vocab_size for i in ids)
 
 
@@ -155,7 +156,7 @@ def test_sentencepiece_ids_are_the_librarys(every: dict[str, Tokenizer], sentenc
     import sentencepiece
 
     truth = sentencepiece.SentencePieceProcessor(model_file=sentencepiece_file)
-    for text in SAMPLES:
+    for text in (*SAMPLES, *ODD, "▁", "a▁b ▁ c", "今▁天"):
         assert every["sentencepiece"].tokenize(text) == truth.encode(text)
     assert every["sentencepiece"].vocab_size == truth.get_piece_size() == 400
     assert every["sentencepiece"].eod == truth.eos_id() == 2
@@ -170,7 +171,7 @@ def test_cutting_long_texts_changes_no_id(tmp_path: Path, monkeypatch: pytest.Mo
     ours = build("SentencePieceTokenizer", tokenizer_model=model)
     for long_text in (1, 2, 5, 17):
         monkeypatch.setattr("megalite.data.tokenizers.LONG_TEXT", long_text)
-        for text in (*SAMPLES, *(odd for odd in ODD if "▁" not in odd), ENGLISH * 9, "word" * 99, "      " * 99):
+        for text in (*SAMPLES, *ODD, ENGLISH * 9, "word" * 99, "      " * 99, "▁a ▁▁ b▁" * 9):
             assert ours.tokenize(text) == truth.encode(text)
 
 
