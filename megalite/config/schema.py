@@ -302,7 +302,9 @@ class TokenizerConfig:
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
     vocab_size: int | None = flag(None, "ids of NullTokenizer (its EOD is one more); else a check of the tokenizer's")
     parse_special_tokens: bool = flag(
-        False, "read special tokens that documents or messages spell out (<|endoftext|>) as these tokens, not as text"
+        False,
+        "special tokens spelled out in documents and messages (<|endoftext|>) become these tokens, not text; those of "
+        "a prompt always do",
     )
 
 

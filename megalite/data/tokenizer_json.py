@@ -18,6 +18,7 @@ from megalite.data.tokenizer_base import MARK, Tokenizer, first_line, load_libra
 
 CONFIG = "tokenizer_config.json"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -29,10 +30,14 @@ class TokenizersLibrary(Tokenizer):
         backend.no_padding()
         self.backend = backend
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)  # ids may have holes
-        added = backend.get_added_tokens_decoder().items()
-        self.special = {token.content: number for number, token in added if token.special}
+        self.special = {**self.special, **_special(backend)}
         secret = secrets.token_hex(8)  # so that no text can hold these names; ids don't depend on it
-        self._names = {token: f"{MARK}{secret} {number}{MARK}" for token, number in self.special.items()}
+        # A single character that the model knows (CLIP pads with "!") is text as well, of the same id.
+        known = backend.get_vocab(with_added_tokens=False)
+        self._names = {
+            token: token if len(token) == 1 and token in known else f"{MARK}{secret} {number}{MARK}"
+            for token, number in self.special.items()
+        }
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return _encode(self.backend, texts, template=True)
@@ -64,6 +69,10 @@ class TokenizersLibrary(Tokenizer):
         return str(self.backend.decode(ids, skip_special_tokens=False))
 
 
+def _special(backend: Any) -> dict[str, int]:
+    return {token.content: number for number, token in backend.get_added_tokens_decoder().items() if token.special}
+
+
 def _encode(backend: Any, texts: Sequence[str], *, template: bool) -> list[list[int]]:
     if len(texts) == 1:  # one text needs none of the library's threads
         return [backend.encode(texts[0], add_special_tokens=template).ids]
@@ -73,9 +82,11 @@ def _encode(backend: Any, texts: Sequence[str], *, template: bool) -> list[list[
 def _renamed(content: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """A `tokenizer.json` whose special tokens have other names, in the vocabulary too, from which some models would
     take them for a text."""
+    content["added_tokens"] = [one for one in content["added_tokens"] if names.get(one["content"]) != one["content"]]
     for token in content["added_tokens"]:
         if token["content"] in names:
             token.update(content=names[token["content"]], normalized=False)
+    names = {token: name for token, name in names.items() if token != name}
     model = content["model"]
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
@@ -119,16 +130,11 @@ class HuggingFaceTokenizer(TokenizersLibrary):
             backend = library.Tokenizer.from_buffer(content)
         except Exception as error:
             raise UserError(f"--tokenizer-model {file}: not a tokenizer.json ({first_line(error)})") from None
-        settings = settings_beside(file.parent)
-        try:
-            backend.add_tokens(list(_tokens_beside(settings, backend, library.AddedToken)))
-            roles = {role: _content(settings.get(role)) for role in _USUAL}
-        except (TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{file.parent}: {CONFIG} names a token in a wrong form ({first_line(error)})") from None
+        beside = TokensBeside(file.parent)
+        self.special = _special(backend)
+        backend.add_tokens(list(beside.missing(backend, library.AddedToken)))
         self._set_backend(backend)
-        self.eod, self.bos, self.pad = (
-            self._role(role, roles[role]) for role in ("eos_token", "bos_token", "pad_token")
-        )
+        self.eod, self.bos, self.pad = (self._role(role, beside.role(role)) for role in _USUAL)
 
     def _role(self, role: str, name: str | None) -> int | None:
         ids = (self.backend.token_to_id(one) for one in ((name,) if name else _USUAL[role]))
@@ -147,50 +153,64 @@ def _refuse_slow(file: Path) -> None:
         )
 
 
-def settings_beside(folder: Path) -> dict[str, Any]:
-    """What the files beside a tokenizer.json say. As with `transformers`, the older files count only where
-    tokenizer_config.json has no `added_tokens_decoder`."""
-    settings = _json_object(folder / CONFIG)
-    if "added_tokens_decoder" not in settings:
-        settings |= _json_object(folder / "special_tokens_map.json")
-        named = {_content(value) for value in _named(settings)}
-        settings["added_tokens_decoder"] = {
-            number: {"content": token, "special": token in named, "normalized": token not in named}
+class TokensBeside:
+    """What the files beside a tokenizer.json say of tokens, in transformers' reading of them: the older files count
+    only where tokenizer_config.json has no `added_tokens_decoder`. A UserError for a file in a wrong form.
+
+    `settings`: what tokenizer_config.json holds. `declared`: forms of tokens with an id, by it. `named`: forms of
+    special tokens that have a role or are listed.
+    """
+
+    def __init__(self, folder: Path):
+        self.settings = _json_object(folder / CONFIG)
+        old = "added_tokens_decoder" not in self.settings
+        self.settings |= _json_object(folder / "special_tokens_map.json") if old else {}
+        try:
+            self.named = list(map(_form, _named(self.settings)))
+            self.declared = self._older(folder) if old else self._declared()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{folder}: {CONFIG} or a file beside it names a token in a wrong form ({error})") from None
+
+    def _declared(self) -> dict[int, dict[str, Any]]:
+        return {int(number): _form(value) for number, value in self.settings["added_tokens_decoder"].items()}
+
+    def _older(self, folder: Path) -> dict[int, dict[str, Any]]:
+        named = {token["content"] for token in self.named}
+        result = {
+            int(number): {"content": token, "special": token in named, "normalized": token not in named}
             for token, number in _json_object(folder / "added_tokens.json").items()
         }
-        settings["added_tokens_decoder"] |= {
-            token.pop("id"): token for token in _json_object(folder / "tokenizer.json").get("added_tokens", [])
-        }
-    return settings
+        for token in _json_object(folder / "tokenizer.json").get("added_tokens", []):
+            result[token["id"]] = {key: value for key, value in token.items() if key != "id"}
+        return result
 
+    def role(self, role: str) -> str | None:
+        """The token of a role, such as `eos_token`."""
+        value = self.settings.get(role)
+        return None if value is None else str(_form(value)["content"])
 
-def named_tokens(settings: Mapping[str, Any]) -> set[str]:
-    """The texts of all tokens that `settings_beside` names."""
-    declared = settings["added_tokens_decoder"].values()
-    return {name for value in (*declared, *_named(settings)) if (name := _content(value)) is not None}
+    def names(self) -> set[str]:
+        """The texts of all tokens."""
+        return {token["content"] for token in (*self.declared.values(), *self.named)}
 
-
-def _tokens_beside(settings: Mapping[str, Any], backend: Any, make: Any) -> Iterator[Any]:
-    """Tokens that tokenizer.json lacks, or has in another form, in the order in which `transformers` adds them; their
-    ids follow from it. `make`: the library's AddedToken."""
-    known = backend.get_added_tokens_decoder().values()
-    forms, names = {repr(token) for token in known}, {token.content for token in known}
-    special = {_content(value) for value in _named(settings)}
-    declared = {int(number): token for number, token in settings["added_tokens_decoder"].items()}
-    for _, value in sorted(declared.items()):
-        token = make(**value)
-        if repr(token) not in forms:
-            names.add(token.content)
-            yield make(**(value | {"special": token.special or token.content in special}))
-    for value in _named(settings):
-        if (content := _content(value)) not in names:
-            names.add(content)
-            form = value if isinstance(value, dict) else {"content": value}
-            yield make(**{key: one for key, one in form.items() if key != "__type"} | {"special": True})
+    def missing(self, backend: Any, make: Any) -> Iterator[Any]:
+        """Tokens that tokenizer.json lacks, or has in another form, in the order in which `transformers` adds them:
+        their ids follow from it. `make`: the library's AddedToken."""
+        known = backend.get_added_tokens_decoder().values()
+        forms, names = {repr(token) for token in known}, {token.content for token in known}
+        special = {token["content"] for token in self.named}
+        for _, form in sorted(self.declared.items()):
+            token = make(**form)
+            if repr(token) not in forms:
+                names.add(token.content)
+                yield make(**form | {"special": token.special or token.content in special})
+        for form in self.named:
+            if form["content"] not in names:
+                names.add(form["content"])
+                yield make(**form | {"special": True})
 
 
 def _named(settings: Mapping[str, Any]) -> Iterator[Any]:
-    """The special tokens that have a role or are listed: text, or an object with `content`."""
     others = [key for key in settings if key.endswith("_token") and key not in ROLES]
     for key in (*ROLES, *others):
         if isinstance(settings.get(key), str | dict):
@@ -199,8 +219,12 @@ def _named(settings: Mapping[str, Any]) -> Iterator[Any]:
     yield from listed.values() if isinstance(listed, dict) else listed
 
 
-def _content(value: Any) -> str | None:
-    return value["content"] if isinstance(value, dict) else value
+def _form(value: Any) -> dict[str, Any]:
+    """A token as an object of the library's fields."""
+    form = {"content": value} if isinstance(value, str) else {key: value[key] for key in value if key in FIELDS}
+    if not isinstance(form["content"], str):
+        raise TypeError(f"{form['content']!r} is no text")
+    return form
 
 
 def _json_object(file: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megalite.checkpoint.storage import CONFIG_FILE, read_json
 from megalite.config.errors import UserError
 from megalite.config.schema import TokenizerConfig
 from megalite.data.tokenizer_base import Tokenizer
-from megalite.data.tokenizer_json import SLOW_FILES, GPT2BPETokenizer, named_tokens, settings_beside
+from megalite.data.tokenizer_json import SLOW_FILES, GPT2BPETokenizer, TokensBeside
 from megalite.data.tokenizers import build_tokenizer
 
 FOLDER = "huggingface"
@@ -62,24 +62,24 @@ def tokenizer_of(folder: Path, vocab_size: int) -> TokenizerConfig:
 
 def _is_sentencepiece(folder: Path) -> bool:
     """Whether a tokenizer.model is all there is: no file names a class of `transformers` or more tokens."""
-    settings = settings_beside(folder)
-    return (folder / "tokenizer.model").is_file() and not (
-        "tokenizer_class" in settings or settings["added_tokens_decoder"]
-    )
+    if not (folder / "tokenizer.model").is_file():
+        return False
+    beside = TokensBeside(folder)
+    return "tokenizer_class" not in beside.settings and not beside.declared
 
 
 def _is_gpt2(folder: Path) -> bool:
     """Whether vocab.json and merges.txt are GPT-2's, with no more tokens, not of a model that cuts words otherwise."""
     if not ((folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()):
         return False
-    settings = settings_beside(folder)
-    kind = settings.get("tokenizer_class")
+    beside = TokensBeside(folder)
+    kind = beside.settings.get("tokenizer_class")
     if kind is None and (folder / CONFIG_FILE).is_file():
         kind = read_json(folder / CONFIG_FILE).get("model_type")
     return (
         kind in (None, "gpt2", "GPT2Tokenizer", "GPT2TokenizerFast")
-        and not any(settings.get(name) for name in ("add_prefix_space", "add_bos_token"))
-        and all(name == GPT2BPETokenizer.END for name in named_tokens(settings))
+        and not any(beside.settings.get(name) for name in ("add_prefix_space", "add_bos_token"))
+        and beside.names() <= {GPT2BPETokenizer.END}
     )
 
 
