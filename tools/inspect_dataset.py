@@ -10,6 +10,7 @@ if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.cli import run_tool
+from megalite.config.fields import section_fields
 from megalite.config.flags import FlagParser, add_section, parse_namespace, read_section
 
 
@@ -18,7 +19,8 @@ def parser() -> FlagParser:
     flags.add_argument("--input", required=True, metavar="PREFIX", help="prefix of the .bin and .idx files")
     flags.add_argument("--documents", type=int, default=2, metavar="N", help="documents to show (default: 2)")
     flags.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens to show of each (default: 64)")
-    add_section(flags, "tokenizer")
+    names = (field.name for field in section_fields("tokenizer") if field.name != "parse_special_tokens")
+    add_section(flags, "tokenizer", only=names)
     return flags
 
 

@@ -25,6 +25,11 @@ def parser() -> FlagParser:
     group = flags.add_argument_group("output")
     group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="beginning of the output's names")
     group.add_argument("--append-eod", action="store_true", help="end each document with the EOD id (default: off)")
+    group.add_argument(
+        "--prepend-bos",
+        action="store_true",
+        help="begin each document with what the tokenizer's own template begins with, or its BOS id (default: off)",
+    )
     group = flags.add_argument_group("runtime")
     group.add_argument("--workers", type=int, default=1, metavar="N", help="tokenizing processes (default: 1)")
     group.add_argument(
@@ -47,8 +52,10 @@ def main(arguments: list[str]) -> int:
 
     from megalite.data.preprocess import PreprocessOptions, preprocess
 
-    names = ("output_prefix", "json_keys", "append_eod", "workers", "on_error", "text_documents", "log_interval")
-    options = PreprocessOptions(given.input, **{name: getattr(given, name) for name in names})
+    names = ("output_prefix", "json_keys", "append_eod", "prepend_bos", "workers", "on_error", "text_documents")
+    options = PreprocessOptions(
+        given.input, log_interval=given.log_interval, **{name: getattr(given, name) for name in names}
+    )
     summary = preprocess(options, read_section(given, "tokenizer"), lambda line: tqdm.write(line, file=sys.stderr))
     print(summary)
     for key in given.json_keys:

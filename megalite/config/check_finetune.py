@@ -23,6 +23,7 @@ def finetune_problems(config: RunConfig) -> Iterator[str]:
         (task == "classification", "--task classification", ["class_names"]),
     ):
         yield from needs(config, needed, reason, *(f"finetune.{name}" for name in names))
+    yield from needs(config, task == "sft", "--task sft", "tokenizer.parse_special_tokens")
     classes = finetune.class_names
     if classes is not None and (len(classes) < 2 or len(set(classes)) < len(classes)):
         yield f"{fields['finetune.class_names'].show(classes)}: two or more different names are needed"

@@ -301,6 +301,11 @@ class TokenizerConfig:
     vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer")
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
     vocab_size: int | None = flag(None, "ids of NullTokenizer (its EOD is one more); else a check of the tokenizer's")
+    parse_special_tokens: bool = flag(
+        False,
+        "special tokens spelled out in documents and messages (<|endoftext|>) become these tokens, not text; those of "
+        "a prompt always do",
+    )
 
 
 @dataclass

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megalite.config.errors import FlagError, UserError
 from megalite.data.jsonl import NONCHARACTERS
-from megalite.data.segments import BOS_SIGN, EOD_SIGN, Segment, TextEncoder
+from megalite.data.segments import BOS_SIGN, EOD_SIGN, Segment, TextEncoder, unguarded
 from megalite.data.tokenizer_base import Tokenizer, first_line, read_file
+from megalite.data.tokenizer_json import ROLES
 
 CHATML = "chatml"  # the name of the built-in template
 
@@ -36,7 +37,6 @@ _OPEN, _CLOSE = NONCHARACTERS[2], NONCHARACTERS[3]
 _MARKED = re.compile(f"([{_OPEN}{_CLOSE}])")
 _PROBE = "answer0417"  # content that no template writes itself
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # OpenAI's ChatML; where the tokenizer has no <|im_end|>, the end of a turn is its EOD.
 _CHATML_SOURCE = """{{ bos_token }}
@@ -54,14 +54,14 @@ class UnstableTemplateError(UserError):
 
 class ChatTemplate:
     """Writes conversations. `name`: for messages. `variables`: what the program sees besides the conversation, such as
-    `eos_token`.
+    `eos_token`. `protect`: see `TextEncoder.protect`; what messages and tools say is written through it.
 
     A message is an object with `role` and `content`, and whatever else the template knows (`tool_calls`, ...).
     """
 
-    def __init__(self, source: str, name: str, variables: Mapping[str, str]):
+    def __init__(self, source: str, name: str, variables: Mapping[str, str], protect: Callable[[str], str] = str):
         """Raises UserError where `source` isn't a template."""
-        self.name = name
+        self.name, self._protect = name, protect
         self.marks_answers = _GENERATION_TAG.search(source) is not None
         try:
             self._template = _environment().from_string(source, globals=dict(variables))
@@ -75,7 +75,7 @@ class ChatTemplate:
 
         Raises UserError where the template refuses the conversation, in its own words.
         """
-        return _MARKED.sub("", self._render(messages, tools, add_generation_prompt))
+        return unguarded(_MARKED.sub("", self._render(messages, tools, add_generation_prompt)))
 
     def segments(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[Segment]:
         """The text of a conversation up to its last answer, cut into context and answers.
@@ -147,6 +147,20 @@ class ChatTemplate:
         return bool(text.lower().rpartition(_PROBE)[2].strip())  # a template may write it in capitals
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
+        """The text, with guards around what only looks like a special token: a message can't forge a turn."""
+        text = self._write(messages, tools, add_generation_prompt)
+        guarded, guarded_tools = _each_text(messages, self._protect), _each_text(tools, self._protect)
+        if (guarded, guarded_tools) == (list(messages), tools):
+            return text
+        result = self._write(guarded, guarded_tools, add_generation_prompt)
+        if unguarded(result) != text:
+            raise UserError(
+                f"the chat template {self.name} acts on a special token's text in a message: take that text out, or "
+                "give --parse-special-tokens"
+            )
+        return result
+
+    def _write(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt
@@ -205,7 +219,7 @@ def load_chat(choice: str | None, tokenizer: Tokenizer, tokenizer_model: str | N
             f"--chat-template {CHATML} or a file"
         )
     source, name = found
-    return Chat(ChatTemplate(source, name, _special_tokens(folder, encoder)), encoder)
+    return Chat(ChatTemplate(source, name, _special_tokens(folder, encoder), encoder.protect), encoder)
 
 
 def _built_in(encoder: TextEncoder) -> ChatTemplate:
@@ -213,7 +227,7 @@ def _built_in(encoder: TextEncoder) -> ChatTemplate:
     begins = tokenizer.bos is not None and encoder.prefix == [tokenizer.bos]
     one_id = len(encoder.ids("<|im_end|>")) == 1
     variables = {"bos_token": BOS_SIGN if begins else "", "end_of_turn": "<|im_end|>" if one_id else EOD_SIGN}
-    return ChatTemplate(_CHATML_SOURCE, CHATML, variables)
+    return ChatTemplate(_CHATML_SOURCE, CHATML, variables, encoder.protect)
 
 
 def _own(folder: Path | None) -> tuple[str, str] | None:
@@ -250,7 +264,7 @@ def _special_tokens(folder: Path | None, encoder: TextEncoder) -> dict[str, str]
         if folder is None or not (folder / name).is_file():
             continue
         values = _json_object(folder / name)
-        for role in _TOKEN_ROLES:
+        for role in ROLES:
             value = values.get(role)
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
@@ -270,6 +284,15 @@ def _json_object(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{file}: not a JSON object")
     return value
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every text in it changed, but for roles."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): one if key == "role" else _each_text(one, change) for key, one in value.items()}
+    return [_each_text(one, change) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _answers(messages: Sequence[Message]) -> list[int]:

@@ -44,6 +44,7 @@ class PreprocessOptions:
     output_prefix: str
     json_keys: Sequence[str] = ("text",)
     append_eod: bool = False
+    prepend_bos: bool = False
     workers: int = 1
     on_error: str = "stop"  # or "skip"
     text_documents: str = "file"
@@ -78,7 +79,8 @@ class EncoderSettings:
 
     tokenizer: tuple[tuple[str, Any], ...]
     keys: tuple[str, ...]
-    append_eod: bool
+    before: tuple[int, ...]  # ids that begin each document
+    after: tuple[int, ...]  # and that end it
     dtype: str
 
 
@@ -103,13 +105,19 @@ def preprocess(
     report = report or (lambda line: None)
     paths = _checked(options)
     tokenizer = build_tokenizer(tokenizer_config)
-    if options.append_eod:
-        require_eod(tokenizer, "--append-eod")
+    before = _begin(tokenizer) if options.prepend_bos else ()
+    after = (require_eod(tokenizer, "--append-eod"),) if options.append_eod else ()
+    if any(tokenizer.template()):
+        report(
+            "note: documents are the ids of the text alone, without what the tokenizer's own template puts around it; "
+            "--prepend-bos and --append-eod add its begin and the EOD"
+        )
     dtype = np.dtype(best_dtype(tokenizer.vocab_size))
     settings = EncoderSettings(
         tokenizer=tuple(dataclasses.asdict(tokenizer_config).items()),
         keys=tuple(options.json_keys),
-        append_eod=options.append_eod,
+        before=before,
+        after=after,
         dtype=dtype.str,
     )
     chunks = read_chunks(paths, options.text_documents, options.chunk_bytes)
@@ -144,6 +152,14 @@ def _checked(options: PreprocessOptions) -> list[str]:
     if not os.path.basename(options.output_prefix):
         raise FlagError(f"--output-prefix {options.output_prefix!r} is a folder; add the beginning of a file name")
     return paths
+
+
+def _begin(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What `--prepend-bos` asks for."""
+    before, _ = tokenizer.template()
+    if not before and tokenizer.bos is None:
+        raise FlagError("--prepend-bos: this tokenizer has no begin id, as its files name none; leave it out")
+    return tuple(before or [tokenizer.bos])  # type: ignore[list-item]
 
 
 def _require_documents(options: PreprocessOptions, summary: Summary) -> None:
@@ -293,10 +309,7 @@ def encode_chunk(settings: EncoderSettings, chunk: Chunk) -> Encoded:
     rows, more = _tokenize(tokenizer, documents)
     result = Encoded([], [], [], sorted(problems + more))
     for n in range(len(settings.keys)):
-        kept = [ids for ids in rows[n :: len(settings.keys)] if ids]
-        if settings.append_eod:
-            for ids in kept:
-                ids.append(require_eod(tokenizer, "--append-eod"))
+        kept = [[*settings.before, *ids, *settings.after] for ids in rows[n :: len(settings.keys)] if ids]
         lengths = np.array([len(ids) for ids in kept], dtype=np.int64)
         flat = itertools.chain.from_iterable(kept)
         result.tokens.append(np.fromiter(flat, dtype=settings.dtype, count=int(lengths.sum())))
@@ -326,6 +339,7 @@ def _tokenize_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     # A blank text is an empty document, whatever the tokenizer would make of its blanks.
     filled = [n for n, text in enumerate(texts) if text and not text.isspace()]
     rows: list[list[int]] = [[] for _ in texts]
-    for n, ids in zip(filled, tokenizer.tokenize_batch([texts[n] for n in filled]), strict=True):
+    some = tokenizer.tokenize_alone([texts[n] for n in filled], special=tokenizer.parse_special_tokens)
+    for n, ids in zip(filled, some, strict=True):
         rows[n] = ids
     return rows

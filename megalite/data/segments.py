@@ -4,6 +4,9 @@ The key idea: ids are those of the whole text wherever a cut between pieces fall
 seen by encoding the text before the cut. Where a token would lie across a cut, the pieces are encoded apart, as they
 are in generation, where the prompt is all there is yet. `encode` serves training and generation alike, so that a model
 meets the ids that it was taught.
+
+The text of a special token (`<|im_end|>`) is that token where a chat template wrote it, and plain text where a user
+did: users' text is written with guards around it (`protect`).
 """
 
 from __future__ import annotations
@@ -20,6 +23,13 @@ from megalite.data.tokenizer_base import Tokenizer
 # Stand for ids that a tokenizer may not be able to read from a text.
 EOD_SIGN, BOS_SIGN = NONCHARACTERS[0], NONCHARACTERS[1]
 _SIGNS = re.compile(f"([{EOD_SIGN}{BOS_SIGN}])")
+_OPEN, _CLOSE = NONCHARACTERS[4], NONCHARACTERS[5]  # stand around text that is no special token
+_GUARDS = re.compile(f"[{_OPEN}{_CLOSE}]")
+
+
+def unguarded(text: str) -> str:
+    """A text as its reader sees it, without the guards of `TextEncoder.protect`."""
+    return _GUARDS.sub("", text)
 
 
 class Segment(NamedTuple):
@@ -44,10 +54,16 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        around = tokenizer.tokenize("")
-        probe = tokenizer.tokenize("0") if around else []
-        first = next(n for n in range(len(around), -1, -1) if _lies_around(around[:n], around[n:], probe))
-        self.prefix, self._after = around[:first], len(around) - first
+        self.prefix, _ = tokenizer.template()
+        names = "|".join(re.escape(name) for name in sorted(tokenizer.special, key=len, reverse=True))
+        self._names = re.compile(names) if names else None
+        self._guarded = re.compile(f"{_OPEN}({names}){_CLOSE}|({names})")
+
+    def protect(self, text: str) -> str:
+        """A user's text, in which what looks like a special token is none, unless the tokenizer is told otherwise."""
+        if self._names is None or self.tokenizer.parse_special_tokens:
+            return text
+        return self._names.sub(rf"{_OPEN}\g<0>{_CLOSE}", text)
 
     def ids(self, text: str) -> list[int]:
         """Ids of a text; the signs become their ids. A UserError where the tokenizer lacks one."""
@@ -56,9 +72,15 @@ class TextEncoder:
             if part in (EOD_SIGN, BOS_SIGN):
                 result.append(self._special(part))
             elif part:
-                whole = self.tokenizer.tokenize(part)
-                result += whole[len(self.prefix) : len(whole) - self._after]
+                result += self._ids(part)
         return result
+
+    def _ids(self, text: str) -> list[int]:
+        guarded = _GUARDS.search(text) is not None
+        if guarded:
+            text = unguarded(self._guarded.sub(lambda found: found[1] or self.tokenizer.marked(found[2]), text))
+        (ids,) = self.tokenizer.tokenize_alone([text], special=not guarded)
+        return ids
 
     def encode(self, segments: Sequence[Segment]) -> list[EncodedPiece]:
         """The ids of each segment, in order; empty ones left out."""
@@ -87,7 +109,3 @@ class TextEncoder:
             role = "end-of-document" if sign == EOD_SIGN else "begin"
             raise UserError(f"this tokenizer has no {role} id: its files name none")
         return found
-
-
-def _lies_around(before: list[int], after: list[int], ids: list[int]) -> bool:
-    return ids[: len(before)] == before and ids[len(ids) - len(after) :] == after

@@ -235,7 +235,7 @@ class SftReader:
             if "messages" in line.value:
                 pieces = self.encoder.encode(self._conversation(line))
             else:
-                prompt, completion = _pair(line)
+                prompt, completion = map(self.encoder.protect, _pair(line))
                 pieces = self.encoder.encode([Segment(prompt, False), Segment(completion + EOD_SIGN, True)])
                 pieces.insert(0, EncodedPiece(self.encoder.prefix, False))
         except FlagError:

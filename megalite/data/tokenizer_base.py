@@ -1,43 +1,70 @@
 """What every tokenizer is: the interface that the rest of the package sees, and text from a growing list of ids.
 
-The key idea: ids of `eod`, `bos` and `pad` are structure, not text, and `detokenize` leaves them out; all other ids
-become text again.
+The key ideas: ids of `eod`, `bos` and `pad` are structure, not text, and `detokenize` leaves them out; all other ids
+become text again. And who wrote a text decides what a special token's text (`<|im_end|>`) in it is: a prompt or a chat
+template writes the token (`tokenize`), a document or a message writes plain text (`tokenize_alone`).
 """
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megalite.config.errors import UserError
+
+MARK = "\ufdd6"  # a code point that no text holds; begins and ends the name of a special token, see `marked`
 
 
 class Tokenizer(ABC):
     """Text to ids and back.
 
     `vocab_size` is the largest possible id + 1. `eod` ends a document, `bos` begins one, `pad` fills up a batch; each
-    is None where the tokenizer has no such id.
+    is None where the tokenizer has no such id. `special`: the texts that `tokenize` reads as special tokens, and their
+    ids. `parse_special_tokens`: they are special tokens in documents and messages too, as the user asked.
     """
 
     vocab_size: int
     eod: int | None = None
     bos: int | None = None
     pad: int | None = None
+    special: Mapping[str, int] = {}
+    parse_special_tokens: bool = False
 
     @abstractmethod
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, in one thread. Nothing is appended beyond what the tokenizer's own template adds."""
+        """Ids of each text, in one thread: special tokens written out become their ids, and the tokenizer's own
+        template applies (such as Llama 3's leading `<|begin_of_text|>`), as in `transformers`."""
+
+    def tokenize_alone(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        """Ids of each text without the tokenizer's own template. `special`: whether special tokens written out become
+        their ids; else they are plain text, but for those written as `marked` does."""
+        return self.tokenize_batch(texts)
+
+    def marked(self, token: str) -> str:
+        """How a special token is written in a text whose other special tokens are plain text."""
+        return token
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
         """Text of ids that are all in the vocabulary and none of `eod`, `bos`, `pad`."""
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
+        """Ids of one text, as `tokenize_batch`."""
         return self.tokenize_batch([text])[0]
+
+    def template(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer's own template puts before and after every text; usually none."""
+        around = self.tokenize("")
+        probe = self.tokenize("0") if around else []
+        ways = ((around[:n], around[n:]) for n in range(len(around), -1, -1))
+        return next((a, b) for a, b in ways if probe[: len(a)] == a and probe[len(probe) - len(b) :] == b)
+
+    def is_open(self, token: int) -> bool:
+        """Whether the ids that follow this one may change its text, even where that looks complete."""
+        return False
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """Text of ids, without `eod`, `bos` and `pad`. Broken UTF-8 becomes U+FFFD; an unknown id is a ValueError."""
@@ -53,33 +80,39 @@ class IncrementalDetokenizer:
     """Turns a growing list of ids into text piece by piece: the pieces joined are `detokenize` of the whole list.
 
     Text is held back while its last character is incomplete (byte-level ids split characters), and every id is decoded
-    together with those before it, since a decoder may treat the first id apart (a leading space).
+    together with some before it, since a decoder may treat the first id apart (a leading space).
     """
+
+    WINDOW = 64  # ids that are decoded again with each new one, where that is possible
 
     def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = ()) -> None:
         """`context`: ids that precede (a prompt); their text isn't returned."""
         self.tokenizer = tokenizer
         self.ids = list(context)[-16:]
-        self.start = 0
-        # A character that the context leaves incomplete belongs to what follows.
-        self.shown = len(tokenizer.detokenize(self.ids).rstrip("\ufffd"))
+        self.shown = tokenizer.detokenize(self.ids)
 
     def add(self, token: int) -> str:
         """Text that this id completes, perhaps empty."""
         self.ids.append(token)
-        text = self.tokenizer.detokenize(self.ids[self.start :])
+        if self.tokenizer.is_open(token):
+            return ""
+        text = self.tokenizer.detokenize(self.ids)
         return "" if text.endswith("\ufffd") else self._show(text)
 
     def flush(self) -> str:
         """Text still held back."""
-        return self._show(self.tokenizer.detokenize(self.ids[self.start :]))
+        return self._show(self.tokenizer.detokenize(self.ids))
 
     def _show(self, text: str) -> str:
-        new, self.shown = text[self.shown :], len(text)
-        # A short tail is enough context for the next id; it starts after a complete character.
-        if len(self.ids) - self.start > 64 and new:
-            self.start = len(self.ids) - 1
-            self.shown = len(self.tokenizer.detokenize(self.ids[self.start :]))
+        while not text.startswith(self.shown):  # a character that the context left incomplete
+            self.shown = self.shown[:-1]
+        new, self.shown = text[len(self.shown) :], text
+        if len(self.ids) > self.WINDOW:
+            # The text ends with a complete character, so the last id is context enough, if it has text of its own: a
+            # decoder takes what follows none for the beginning.
+            last = self.tokenizer.detokenize(self.ids[-1:])
+            if last.strip():
+                self.ids, self.shown = self.ids[-1:], last
         return new
 
 

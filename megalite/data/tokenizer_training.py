@@ -1,4 +1,5 @@
-"""Trains a SentencePiece tokenizer from which every text comes back exactly.
+"""Trains a SentencePiece tokenizer from which every text comes back exactly, but for U+2581, the library's own sign
+for a blank, which comes back as one.
 
 The key idea: nothing is normalised. No prefix is added, blanks and newlines stay and may form pieces of their own
 (indentation), every digit is a piece, and characters too rare for the vocabulary fall back to bytes. So English,

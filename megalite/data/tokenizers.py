@@ -11,13 +11,22 @@ import binascii
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
-from megalite.data.tokenizer_base import IncrementalDetokenizer, Tokenizer, first_line, load_library, read_file
+from megalite.data.tokenizer_base import (
+    MARK,
+    IncrementalDetokenizer,
+    Tokenizer,
+    first_line,
+    load_library,
+    read_file,
+)
+from megalite.data.tokenizer_json import GPT2BPETokenizer, HuggingFaceTokenizer
 
 __all__ = [
     "GPT2BPETokenizer",
@@ -36,7 +45,8 @@ SPACE_MARK = "\u2581"  # what SentencePiece writes for a space inside its pieces
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model file (Kudo and Richardson 2018); `eod` is its `</s>`."""
+    """A SentencePiece model file (Kudo and Richardson 2018); `eod` is its `</s>`. Ids are the library's, which reads no
+    control symbol from a text, and U+2581 as a blank."""
 
     def __init__(self, model: str) -> None:
         library = load_library("sentencepiece")
@@ -52,34 +62,24 @@ class SentencePieceTokenizer(Tokenizer):
         self.eod, self.bos, self.pad = (
             i if i >= 0 else None for i in (self.processor.eos_id(), self.processor.bos_id(), self.processor.pad_id())
         )
-        self._mark_ids = self._byte_ids_of_mark()
-
-    def _byte_ids_of_mark(self) -> list[int] | None:
-        """U+2581 as byte pieces, where the model keeps every text exactly but for that character; else None."""
-        ids = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
-        exact = self.processor.decode(self.processor.encode(" a  b ")) == " a  b "
-        prefixed = self.processor.encode_as_pieces("a")[0].startswith(SPACE_MARK)
-        return ids if exact and not prefixed and all(map(self.processor.is_byte, ids)) else None
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        if self._mark_ids is None:
+        if max(map(len, texts), default=0) <= LONG_TEXT or not self._cuts_change_nothing:
             return self._encode(texts)
-        plain = [SPACE_MARK not in text and len(text) <= LONG_TEXT for text in texts]
-        short = iter(self._encode([text for text, is_plain in zip(texts, plain, strict=True) if is_plain]))
-        return [next(short) if is_plain else self._careful(text) for text, is_plain in zip(texts, plain, strict=True)]
+        return [list(itertools.chain.from_iterable(self._encode(list(self._parts(text))))) for text in texts]
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         batch: list[list[int]] = self.processor.encode(list(texts), out_type=int, num_threads=1)
         return batch
 
-    def _careful(self, text: str) -> list[int]:
-        """Ids of a text that holds U+2581, which the library would turn into a space (as bytes it survives), or that
-        is so long that the library, whose time grows faster than the text, had better see it in parts."""
-        ids: list[int] = []
-        for n, part in enumerate(text.split(SPACE_MARK)):
-            ids += (self._mark_ids or []) if n else []
-            ids += itertools.chain.from_iterable(self._encode(list(self._parts(part))))
-        return ids
+    @functools.cached_property
+    def _cuts_change_nothing(self) -> bool:
+        """Whether the model takes every text as it is and has no unknown characters, so that a long text, for which
+        the library's time grows faster than the text, can be seen in parts."""
+        exact = self.processor.decode(self.processor.encode(" a  b ")) == " a  b "
+        prefixed = self.processor.encode_as_pieces("a")[0].startswith(SPACE_MARK)
+        bytes_of_mark = (self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode())
+        return exact and not prefixed and all(map(self.processor.is_byte, bytes_of_mark))
 
     def _parts(self, text: str) -> Iterator[str]:
         """The text cut where no piece can lie across: between two characters that are neighbours in no piece. Byte
@@ -101,100 +101,6 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.processor.decode(ids))
-
-
-class _TokenizersLibrary(Tokenizer):
-    """What the kinds built on the `tokenizers` library share."""
-
-    def _set_backend(self, backend: Any) -> None:
-        backend.no_truncation()  # a tokenizer.json may ask for both; neither belongs in a corpus
-        backend.no_padding()
-        self.backend = backend
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)  # ids may have holes
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        if len(texts) == 1:  # one text needs none of the library's threads
-            return [self.backend.encode(texts[0]).ids]
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts))]
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.backend.decode(ids, skip_special_tokens=False))
-
-
-class HuggingFaceTokenizer(_TokenizersLibrary):
-    """A Hugging Face `tokenizer.json`, or a folder that holds one.
-
-    As with `transformers`, special tokens written out in a text become their ids, and the file's own template applies
-    (such as Llama 3's leading `<|begin_of_text|>`).
-    """
-
-    def __init__(self, path: str) -> None:
-        library = load_library("tokenizers")
-        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-        content = read_file("--tokenizer-model", str(file))
-        try:
-            backend = library.Tokenizer.from_buffer(content)
-        except Exception as error:
-            raise UserError(f"--tokenizer-model {file}: not a tokenizer.json ({first_line(error)})") from None
-        self._set_backend(backend)
-        end = (
-            "</s>",
-            "<|endoftext|>",
-            "<|end_of_text|>",
-            "<|eos|>",
-            "<eos>",
-            "[EOS]",
-            "<\uff5cend\u2581of\u2581sentence\uff5c>",
-        )
-        self.eod = self._special(file.parent, "eos_token", end)
-        self.bos = self._special(file.parent, "bos_token", ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]"))
-        self.pad = self._special(file.parent, "pad_token", ("<pad>", "[PAD]"))
-
-    def _special(self, folder: Path, role: str, usual: tuple[str, ...]) -> int | None:
-        """The id of a role: as the files beside tokenizer.json say, else by its usual names."""
-        for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
-            if not file.is_file():
-                continue
-            try:
-                value = json.loads(file.read_text("utf-8-sig"))[role]
-            except KeyError:
-                continue
-            except (ValueError, TypeError) as error:
-                raise UserError(f"{file}: not a JSON object ({first_line(error)})") from None
-            name = value.get("content") if isinstance(value, dict) else value
-            if name is None:
-                continue
-            if not isinstance(name, str):
-                raise UserError(f"{file}: {role} is {name!r}, which is no token")
-            found: int | None = self.backend.token_to_id(name)
-            if found is None:
-                raise UserError(f"{file}: {role} is {name!r}, which tokenizer.json does not hold")
-            return found
-        ids = (self.backend.token_to_id(name) for name in usual)
-        return next((i for i in ids if i is not None), None)
-
-
-class GPT2BPETokenizer(_TokenizersLibrary):
-    """GPT-2's byte-level BPE (Radford et al. 2019) from vocab.json and merges.txt; `<|endoftext|>` is `eod`."""
-
-    END = "<|endoftext|>"
-
-    def __init__(self, vocab_file: str, merge_file: str) -> None:
-        library = load_library("tokenizers")
-        for name, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
-            read_file(name, path)
-        try:
-            backend = library.Tokenizer(library.models.BPE.from_file(vocab_file, merge_file))
-        except Exception as error:
-            raise UserError(
-                f"--vocab-file {vocab_file}, --merge-file {merge_file}: not GPT-2's vocabulary and merges "
-                f"({first_line(error)})"
-            ) from None
-        backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = library.decoders.ByteLevel()
-        backend.add_special_tokens([self.END])
-        self._set_backend(backend)
-        self.eod = backend.token_to_id(self.END)
 
 
 # The two word patterns of --tiktoken-pattern, as alternatives. They decide ids, so they equal Megatron-LM's.
@@ -222,7 +128,7 @@ class TikTokenizer(Tokenizer):
     Megatron's JSON list of `{"rank", "token_bytes", "token_str"}`: ids 0 to 999 are special (`<unk> <s> </s> <mask>
     <pad> <cls> <sep>`, then `<SPECIAL_7>` and so on), the ranks follow; `--vocab-size` (131,072) cuts the whole.
     Or a `.tiktoken` file, one base64 token and its rank a line: ranks are ids, and `<|endoftext|>` comes after the
-    last. Special tokens written out in a text become their ids.
+    last.
     """
 
     SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -240,6 +146,8 @@ class TikTokenizer(Tokenizer):
                 ranks = _tiktoken_ranks(content)
                 special = {"<|endoftext|>": max(ranks.values()) + 1}
                 self.eod = special["<|endoftext|>"]
+            self.special = special
+            self._marked = re.compile(f"{MARK}({'|'.join(map(re.escape, special))}){MARK}")
             if missing := [i for i in range(256) if bytes([i]) not in ranks]:
                 raise ValueError(f"the single byte {missing[0]} is no token")
             self.encoding = library.Encoding(
@@ -274,7 +182,22 @@ class TikTokenizer(Tokenizer):
         return ranks, {name: i for i, name in enumerate((*self.SPECIAL, *filler))}
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encoding.encode(text, allowed_special="all") for text in texts]
+        return self.tokenize_alone(texts, special=True)
+
+    def tokenize_alone(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        if special:
+            return [self.encoding.encode(text, allowed_special="all") for text in texts]
+        return [self._plain(text) for text in texts]
+
+    def _plain(self, text: str) -> list[int]:
+        parts = self._marked.split(text)  # plain text and marked tokens in turn
+        ids = self.encoding.encode_ordinary(parts[0])
+        for token, plain in zip(parts[1::2], parts[2::2], strict=True):
+            ids += [self.special[token], *self.encoding.encode_ordinary(plain)]
+        return ids
+
+    def marked(self, token: str) -> str:
+        return f"{MARK}{token}{MARK}"
 
     def _decode(self, ids: list[int]) -> str:
         try:
@@ -342,6 +265,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             "TikTokenizer or NullTokenizer"
         )
     tokenizer: Tokenizer
+    if config.parse_special_tokens and kind in ("NullTokenizer", "SentencePieceTokenizer"):
+        raise FlagError(f"--parse-special-tokens: {kind} reads no special tokens from a text; leave it out")
     if kind == "NullTokenizer":
         if _needed(config, "vocab_size") < 1:
             raise FlagError(f"--vocab-size {config.vocab_size}: NullTokenizer needs at least 1")
@@ -356,6 +281,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         tokenizer = TikTokenizer(_needed(config, "tokenizer_model"), config.tiktoken_pattern, config.vocab_size)
     else:
         raise FlagError(f"--tokenizer-type {kind} is unknown")
+    tokenizer.parse_special_tokens = config.parse_special_tokens
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
         raise FlagError(
             f"--vocab-size {config.vocab_size}, but the {kind} has {tokenizer.vocab_size} ids; leave it out"

@@ -31,7 +31,7 @@ class Dialogue:
 
         `most`: characters that it may make of them, see `check_characters`.
         """
-        check_text([f"{message['role']} {message['content']}" for message in messages], "message")
+        check_text([f"{message['role']} {message['content']}" for message in messages], "message", signs=True)
         segments = self.chat.template.prompt_segments(messages)
         check_characters(["".join(segment.text for segment in segments)], most)
         ids = self.chat.ids(segments)

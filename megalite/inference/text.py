@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from megalite.config.errors import UserError
+from megalite.data.jsonl import NONCHARACTERS
 from megalite.data.tokenizers import IncrementalDetokenizer, Tokenizer
 from megalite.inference.generate import stream
 from megalite.inference.load import LoadedModel
@@ -133,13 +134,16 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str], *, most: int | 
     return result
 
 
-def check_text(texts: Sequence[str], what: str = "prompt") -> None:
-    """A UserError where a text holds half a character: a lone surrogate, as a broken command line does."""
+def check_text(texts: Sequence[str], what: str = "prompt", *, signs: bool = False) -> None:
+    """A UserError where a text holds half a character: a lone surrogate, as a broken command line does. `signs`: also
+    where it holds a code point that is no character, since the encoder of conversations uses such."""
     for number, text in enumerate(texts, start=1):
         try:
             text.encode()
         except UnicodeEncodeError:
             raise UserError(f"{what} {number} is not valid UTF-8") from None
+        if signs and (found := next((sign for sign in NONCHARACTERS if sign in text), None)):
+            raise UserError(f"{what} {number} holds U+{ord(found):04X}, which is no character")
 
 
 def check_characters(texts: Sequence[str], most: int | None) -> None:

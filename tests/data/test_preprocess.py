@@ -209,6 +209,37 @@ def test_append_eod_without_an_eod_is_refused_before_anything_is_read(tmp_path: 
     assert list(tmp_path.glob("o*")) == []
 
 
+@pytest.mark.parametrize("template", ["$A </s>", "<s> $A", "[g] <s> $A </s>", "$A"])
+def test_documents_are_the_text_alone_whatever_the_tokenizers_own_template(tmp_path: Path, template: str) -> None:
+    import tokenizers
+
+    learner = tokenizers.ByteLevelBPETokenizer()
+    special = ["<s>", "</s>", "[g]"]
+    learner.train_from_iterator(SAMPLES, vocab_size=300, special_tokens=special, show_progress=False)
+    plain = [learner.encode(text).ids for text in SAMPLES]
+    learner._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=template, special_tokens=[(name, number) for number, name in enumerate(special)]
+    )
+    learner.save(str(tmp_path / "tokenizer.json"))
+    config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    source = write_jsonl(tmp_path / "a.jsonl", SAMPLES)
+    told: list[str] = []
+    preprocess(PreprocessOptions([str(source)], str(tmp_path / "o")), config, told.append)
+    assert documents(tmp_path / "o") == plain
+    assert len([line for line in told if "the ids of the text alone" in line]) == (template != "$A")
+    run(source, tmp_path / "eod", config, append_eod=True)
+    assert documents(tmp_path / "eod") == [[*ids, 1] for ids in plain]
+    begin = [2, 0] if "[g]" in template else [0]  # the template's, or the BOS id where it has none
+    run(source, tmp_path / "both", config, append_eod=True, prepend_bos=True)
+    assert documents(tmp_path / "both") == [[*begin, *ids, 1] for ids in plain]
+
+
+def test_prepend_bos_without_a_begin_id_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FlagError, match="--prepend-bos: this tokenizer has no begin id"):
+        run(write_jsonl(tmp_path / "a.jsonl", ["1"]), tmp_path / "o", prepend_bos=True)
+    assert list(tmp_path.glob("o*")) == []
+
+
 def test_a_failure_keeps_the_files_of_an_earlier_run(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", ["1 2"])
     run(source, tmp_path / "o")

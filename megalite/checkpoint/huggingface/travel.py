@@ -10,10 +10,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from megalite.checkpoint.storage import CONFIG_FILE
+from megalite.checkpoint.storage import CONFIG_FILE, read_json
 from megalite.config.errors import UserError
 from megalite.config.schema import TokenizerConfig
 from megalite.data.tokenizer_base import Tokenizer
+from megalite.data.tokenizer_json import SLOW_FILES, GPT2BPETokenizer, TokensBeside
 from megalite.data.tokenizers import build_tokenizer
 
 FOLDER = "huggingface"
@@ -45,16 +46,41 @@ def copy_small_files(source: Path, target: Path, *, config: bool = False) -> lis
 
 
 def tokenizer_of(folder: Path, vocab_size: int) -> TokenizerConfig:
-    """The flags for the tokenizer in a Hugging Face folder; plain ids where there is none."""
-    if (folder / "tokenizer.json").is_file():
-        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
-    if (folder / "tokenizer.model").is_file():
-        path = str(folder / "tokenizer.model")
-        return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=path)
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        vocabulary, merges = str(folder / "vocab.json"), str(folder / "merges.txt")
-        return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges)
-    return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size - 1)
+    """The flags for the tokenizer in a Hugging Face folder; plain ids where there is none. Building it refuses a folder
+    whose ids only code of `transformers` knows."""
+    if not (folder / "tokenizer.json").is_file():
+        if _is_sentencepiece(folder):
+            model = str(folder / "tokenizer.model")
+            return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model)
+        if _is_gpt2(folder):
+            vocabulary, merges = str(folder / "vocab.json"), str(folder / "merges.txt")
+            return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges)
+        if not any((folder / name).is_file() for name in SLOW_FILES):
+            return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size - 1)
+    return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+
+
+def _is_sentencepiece(folder: Path) -> bool:
+    """Whether a tokenizer.model is all there is: no file names a class of `transformers` or more tokens."""
+    if not (folder / "tokenizer.model").is_file():
+        return False
+    beside = TokensBeside(folder)
+    return "tokenizer_class" not in beside.settings and not beside.declared
+
+
+def _is_gpt2(folder: Path) -> bool:
+    """Whether vocab.json and merges.txt are GPT-2's, with no more tokens, not of a model that cuts words otherwise."""
+    if not ((folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()):
+        return False
+    beside = TokensBeside(folder)
+    kind = beside.settings.get("tokenizer_class")
+    if kind is None and (folder / CONFIG_FILE).is_file():
+        kind = read_json(folder / CONFIG_FILE).get("model_type")
+    return (
+        kind in (None, "gpt2", "GPT2Tokenizer", "GPT2TokenizerFast")
+        and not any(beside.settings.get(name) for name in ("add_prefix_space", "add_bos_token"))
+        and beside.names() <= {GPT2BPETokenizer.END}
+    )
 
 
 def find_tokenizer(tokenizer: TokenizerConfig) -> Tokenizer | None:
