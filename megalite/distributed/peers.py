@@ -155,7 +155,8 @@ class Watch:
             connection.settimeout(30.0)
             _notice_dead_machines(connection)
             self._selector.register(connection, selectors.EVENT_READ, rank)
-        threading.Thread(target=self._listen, name="watch over the ranks", daemon=True).start()
+        self.thread = threading.Thread(target=self._listen, name="watch over the ranks", daemon=True)
+        self.thread.start()
 
     def _listen(self) -> None:
         while self._selector.get_map():
