@@ -37,7 +37,7 @@ BOUNDS = (
         layout.num_virtual_stages_per_pipeline_rank layout.microbatch_group_size_per_virtual_pipeline_stage
         layout.ddp_bucket_size layout.threads_per_rank
         training.micro_batch_size training.global_batch_size training.train_iters training.train_samples
-        training.exit_interval training.recompute_num_layers
+        training.exit_interval training.recompute_num_layers training.max_skips_in_a_row
         learning_rate.lr_decay_iters learning_rate.lr_decay_samples learning_rate.lr_wsd_decay_iters
         learning_rate.lr_wsd_decay_samples
         precision.loss_scale_window precision.hysteresis precision.fp8_amax_history_len

@@ -16,6 +16,7 @@ from __future__ import annotations
 # Flags of `schema.py` that Megatron-LM doesn't have, besides those of finetune.py alone.
 OWN = """
 --preset --label-smoothing --pipeline-schedule --device --threads-per-rank --nan-action --compile --dump-grads --fp64
+--max-skips-in-a-row --adam-backend
 --fp8-backend --keep-last-checkpoints --metrics-file --timeline --log-memory --log-top-grad-norms
 --model-vocab-size --rope-low-freq-factor --rope-high-freq-factor --rope-original-max-position-embeddings
 --rope-attention-factor --yarn-mscale --yarn-mscale-all-dim --longrope-short-factor --longrope-long-factor

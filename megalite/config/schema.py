@@ -151,6 +151,11 @@ class OptimizerConfig:
     adam_beta2: float = flag(0.999, "decay of Adam's second moment")
     adam_eps: float = flag(1e-8, "added to the denominator of Adam")
     sgd_momentum: float = flag(0.9, "momentum of SGD")
+    adam_backend: str = flag(
+        "torch",
+        "whose fused Adam: torch's, NVIDIA Apex's or Transformer Engine's (these two on CUDA)",
+        choices=("torch", "apex", "te"),
+    )
     optimizer_cpu_offload: bool = flag(False, "keep main parameters and moments on the host and update them there")
     optimizer_offload_fraction: float = flag(1.0, "share of the state kept on the host")
 
@@ -221,6 +226,7 @@ class TrainingConfig:
         "when loss or gradient norm isn't finite: stop, or skip the step on all ranks; default stop, skip with --fp16",
         choices=("stop", "skip"),
     )
+    max_skips_in_a_row: int = flag(50, "stop once this many steps one after another were skipped, in any precision")
     compile: bool = flag(
         False, "torch.compile each transformer layer; needs a C++ compiler", planned="torch.compile of the layers"
     )

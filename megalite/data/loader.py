@@ -7,13 +7,16 @@ private generator, so the training process's random state never depends on wheth
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +30,7 @@ from megalite.data.packing import trim
 from megalite.data.sampler import Request, Sampler
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def microbatch_iterator(
@@ -69,6 +73,8 @@ def microbatch_iterator(
 class MicrobatchIterator(Iterator[Microbatch]):
     """Iterates over microbatches; `close()` ends the workers. Also a context manager.
 
+    Workers start when the first microbatch is asked for: after all that can fail while a run is put together.
+
     A mistake in the data raises UserError with its own message; any other failure in a worker a RuntimeError with the
     worker's traceback.
     """
@@ -83,23 +89,26 @@ class MicrobatchIterator(Iterator[Microbatch]):
         pin_memory: bool = False,
     ) -> None:
         self._pin_memory = pin_memory
-        loader = DataLoader(
+        self._loader: DataLoader[Any] | None = DataLoader(
             _Reader(dataset, trim_multiple),
             batch_size=None,
             sampler=sampler,
             num_workers=num_workers,
             collate_fn=_unchanged,
-            worker_init_fn=_start_worker,
+            worker_init_fn=partial(_start_worker, os.getpid()),
             generator=torch.Generator(),
         )
-        self._batches: Iterator[Item | _Failure] | None = iter(loader)
+        self._batches: Iterator[Item | _Failure] | None = None
 
     def __iter__(self) -> MicrobatchIterator:
         return self
 
     def __next__(self) -> Microbatch:
-        if self._batches is None:
+        if self._loader is None:
             raise ValueError("this iterator is closed")
+        if self._batches is None:
+            with _stop_signals_blocked():  # in the workers from their first moment on: they inherit it
+                self._batches = iter(self._loader)
         try:
             batch = next(self._batches)
         except RuntimeError as error:
@@ -115,11 +124,13 @@ class MicrobatchIterator(Iterator[Microbatch]):
 
     def close(self) -> None:
         """End the workers and wait for them."""
-        batches, self._batches = self._batches, None
+        batches, self._batches, self._loader = self._batches, None, None
         # Torch offers no public way; without it workers live until the garbage collector comes by.
         shutdown = getattr(batches, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
+        for worker in getattr(batches, "_workers", ()):
+            worker.kill()  # one that still reads: it ignores the SIGTERM with which torch would end it
 
     def __enter__(self) -> MicrobatchIterator:
         return self
@@ -164,19 +175,31 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _start_worker(worker: int) -> None:
-    """Keep terminal and launcher signals away from a worker: the training process decides when it ends.
+@contextlib.contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """Keep SIGTERM and SIGINT from this thread, and for ever from processes forked here."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    A session of its own, so that a signal to the training process's group doesn't reach it.
-    """
-    os.setsid()
-    _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+def _start_worker(parent: int, worker: int) -> None:
+    """Keep terminal, launcher and system signals away from a worker: the training process decides when it ends, and
+    when that dies, so does the worker. `parent`: its process id."""
+    os.setsid()  # a signal to the training process's group doesn't come here
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # where workers aren't forked, they inherit no mask
+    _die_with_parent(parent)
     torch.set_num_threads(1)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     """Let the kernel end this worker when the training process dies, which on Linux it can: torch's watchdog only ends
     the main thread, and one that writes to a full pipe stays for ever."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # A parent that died before was not seen to die. Without a fork the parent is a server of processes.
+        if multiprocessing.get_start_method() == "fork" and os.getppid() != parent:
+            os._exit(1)

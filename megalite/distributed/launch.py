@@ -11,23 +11,30 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import json
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+# Torch's C++ warns of each lost connection with a trace of its own. It reads this when it is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import LayoutConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
+from megalite.distributed.peers import Connections, Watch, meet, open_store
 
 RENDEZVOUS_SECONDS = 45
 _OTHERS_WAIT = 15.0  # so that the speaking rank's message is out before the launcher ends the rest
@@ -44,6 +51,12 @@ class Environment:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    local_rank_is_known: bool = True
+
+    @property
+    def speaks_for_machine(self) -> bool:
+        """Whether this process tells what all of its machine's processes find alike."""
+        return (self.local_rank if self.local_rank_is_known else self.rank) == 0
 
     @property
     def under_torchrun(self) -> bool:
@@ -60,7 +73,7 @@ def read_environment() -> Environment:
         if text is None or not text.isdigit():
             raise FlagError(f"environment variable {name} is {text!r}: torchrun sets it to a number")
         values[name.lower()] = int(text)
-    environment = Environment(**values)
+    environment = Environment(**values, local_rank_is_known="LOCAL_RANK" in os.environ)
     if environment.rank >= environment.world_size:
         raise FlagError(f"RANK={environment.rank} must be below WORLD_SIZE={environment.world_size}")
     return environment
@@ -75,6 +88,17 @@ def choose_device(name: str, environment: Environment) -> torch.device:
         raise FlagError(
             f"--device {name}: {environment.local_world_size} processes on this machine need a GPU each, and there are "
             f"{available}: start fewer, or use --device cpu"
+        )
+    if not environment.local_rank_is_known:
+        raise FlagError(
+            f"--device {name}: LOCAL_RANK isn't set, so each of the {environment.world_size} processes would take GPU "
+            "0. Start with torchrun, or set it in each process; under Slurm: export LOCAL_RANK=$SLURM_LOCALID "
+            "(export LOCAL_RANK=0 where a process sees its own GPU alone)"
+        )
+    if environment.local_rank >= available:
+        raise FlagError(
+            f"--device {name}: LOCAL_RANK={environment.local_rank} is beyond the {available} GPUs that this process "
+            "sees: export LOCAL_RANK=0 where a process sees its own GPU alone"
         )
     return torch.device("cuda", environment.local_rank)
 
@@ -101,27 +125,43 @@ def keep_freed_memory() -> None:
             mallopt(option, value)
 
 
-def _join(backend: str, environment: Environment, timeout: timedelta) -> None:
-    """Meet the other processes and make the default process group."""
+def _meet(environment: Environment, deadline: float) -> tuple[dist.Store, Connections]:
+    """A store that all ranks reach, and connections between them, once all are here."""
     rank, world = environment.rank, environment.world_size
-    address = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
-    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not port or not port.isdigit():
         raise UserError(f"WORLD_SIZE={world} needs MASTER_ADDR and MASTER_PORT: start with torchrun")
+    place = f"MASTER_ADDR={address} MASTER_PORT={port}"
     try:
-        found = dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=RENDEZVOUS_SECONDS))
-        store, rank, world = next(iter(found))
-    except Exception as error:
+        store = open_store(address, int(port), rank, deadline)
+        return store, meet(store, rank, world, (address, int(port)), deadline)
+    except (UserError, OSError, RuntimeError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "EADDRINUSE" in text or "address already in use" in text.lower():
             raise UserError(
-                f"{address}: the port is taken; set another MASTER_PORT, or use torchrun --standalone"
+                f"{place}: the port is taken; set another MASTER_PORT, or use torchrun --standalone"
             ) from None
         raise UserError(
-            f"expected WORLD_SIZE={world} processes at {address}, but not all came within {RENDEZVOUS_SECONDS} s "
-            f"({text}); start as many processes as WORLD_SIZE says, or use torchrun"
+            f"expected WORLD_SIZE={world} processes at {place} within {RENDEZVOUS_SECONDS} s ({text}); start as many "
+            "processes as WORLD_SIZE says, or use torchrun"
         ) from None
-    store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+@contextlib.contextmanager
+def _bounded(deadline: float, what: str) -> Iterator[None]:
+    """End the process where the block, which may hang in a library, isn't through at `deadline`."""
+
+    def give_up() -> None:
+        _say(f"error: {what} took over {RENDEZVOUS_SECONDS} s")
+        _exit(1)
+
+    timer = threading.Timer(max(deadline - time.monotonic(), 0.0), give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager
@@ -135,13 +175,27 @@ def start(config: LayoutConfig, environment: Environment, device: torch.device) 
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-    if environment.world_size > 1:
-        _join(backend, environment, timeout)
-    mesh = Mesh.create(layout, device, backend=backend, timeout=timeout)
+    if environment.world_size == 1:
+        yield Mesh.create(layout, device, backend=backend, timeout=timeout)
+        return
+    store, connections = _meet(environment, time.monotonic() + RENDEZVOUS_SECONDS)
+    watch = Watch(connections, partial(_stop_for, environment))
+    store.set_timeout(timeout)
+    with _bounded(time.monotonic() + RENDEZVOUS_SECONDS, "making the process groups"):
+        rank, world = environment.rank, environment.world_size
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        mesh = Mesh.create(layout, device, backend=backend, timeout=timeout)
     yield mesh
-    if environment.world_size > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+    dist.barrier()
+    watch.close()
+    dist.destroy_process_group()
+
+
+def _stop_for(environment: Environment, lost: int) -> None:
+    """End this process, since rank `lost` is gone. What both notice, the main thread tells better, and sooner."""
+    time.sleep(_OTHERS_WAIT if environment.under_torchrun else 2 * _GRACE)
+    _say(f"rank {environment.rank}: stopped, because another rank failed (rank {lost} ended)")
+    _exit(1)
 
 
 def _exit(code: int) -> None:
@@ -154,6 +208,16 @@ def _exit(code: int) -> None:
 def _say(message: str) -> None:
     sys.stderr.write(message + "\n")
     sys.stderr.flush()
+
+
+def _tell(failure: str) -> None:
+    """Tell why this process fails. Under torchrun in the record that it shows last, at the end of its own report."""
+    record = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if record is None:
+        _say(failure)
+        return
+    told = {"message": failure, "extraInfo": {"py_callstack": failure, "timestamp": str(int(time.time()))}}
+    Path(record).write_text(json.dumps({"message": told}), encoding="utf-8")
 
 
 def _fail(error: BaseException, environment: Environment) -> None:
@@ -171,13 +235,10 @@ def _fail(error: BaseException, environment: Environment) -> None:
             _exit(1)
     elif shared_launch and environment.rank != 0:
         time.sleep(_GRACE)
-    if isinstance(error, UserError):
-        if not error.everywhere or environment.rank == 0:
-            _say(f"error: {error}")
-    elif environment.under_torchrun and isinstance(error, Exception):
-        get_error_handler().record_exception(error)  # torchrun prints it in its summary
-    else:
-        traceback.print_exception(error)
+    if not isinstance(error, UserError):
+        _tell("".join(traceback.format_exception(error)).rstrip())
+    elif not error.everywhere or environment.rank == 0:
+        _tell(f"error: {error}")
     _exit(1)
 
 
@@ -195,8 +256,8 @@ def run_worker(main: Callable[[Environment], None]) -> None:
         environment = read_environment()
         main(environment)
     except FlagError as error:
-        if environment.local_rank == 0:
-            _say(f"error: {error}")
+        if environment.speaks_for_machine:
+            _tell(f"error: {error}")
         elif environment.under_torchrun:
             time.sleep(_OTHERS_WAIT)
         _exit(2)

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megalite.config.schema import OptimizerConfig
+from megalite.config.errors import FlagError
+from megalite.config.schema import OptimizerConfig, RunConfig
 
 Treatments = Mapping[tuple[bool, str], Sequence[nn.Parameter]]
 """(weight decay or not, learning-rate group) → segments"""
@@ -147,25 +148,53 @@ def _moment_names(config: OptimizerConfig) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq")
 
 
-LIBRARIES = {"Transformer Engine": "transformer_engine.pytorch.optimizers", "NVIDIA Apex": "apex.optimizers"}
+LIBRARIES = {
+    "apex": ("NVIDIA Apex", "apex.optimizers"),
+    "te": ("Transformer Engine", "transformer_engine.pytorch.optimizers"),
+}
+"""--adam-backend → name, module"""
 
 
-def find_library_adam() -> tuple[str, Any] | None:
-    """The first library with a FusedAdam that imports. PyPI's `apex` is another project and has none."""
-    for name, module in LIBRARIES.items():
+def _import_adam(backend: str) -> Any:
+    """A library's FusedAdam. Raises FlagError where it can't be imported; PyPI's `apex` is another project."""
+    name, module = LIBRARIES[backend]
+    try:
+        return importlib.import_module(module).FusedAdam
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:  # or built for another machine
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise FlagError(
+            f"--adam-backend {backend}: {name}'s FusedAdam can't be imported ({reason}); torch's own is the default"
+        ) from None
+
+
+def check_adam_backend(config: RunConfig, device: str) -> list[str]:
+    """What stands against `--adam-backend` on a device of this type."""
+    optimizer = config.optimizer
+    flag = f"--adam-backend {optimizer.adam_backend}"
+    if optimizer.adam_backend == "torch":
+        return []
+    problems = [
+        f"{flag} {why}"
+        for holds, why in (
+            (optimizer.optimizer != "adam", f"excludes --optimizer {optimizer.optimizer}"),
+            (device != "cuda", f"needs a GPU, and this run is on the {device}"),
+            (config.precision.fp64, "excludes --fp64: its kernels have no float64"),
+            (optimizer.optimizer_cpu_offload, "excludes --optimizer-cpu-offload: torch updates what is on the host"),
+        )
+        if holds
+    ]
+    if not problems:
         try:
-            return name, importlib.import_module(module).FusedAdam
-        except (ImportError, AttributeError, OSError, RuntimeError):
-            continue  # not installed, or built for another machine: torch's own is complete
-    return None
+            _import_adam(optimizer.adam_backend)
+        except FlagError as error:
+            problems.append(str(error))
+    return problems
 
 
 def choose_fused(
     config: OptimizerConfig, device: torch.device, wide: torch.dtype, treatments: Treatments
 ) -> FusedOptimizer:
-    """A library's Adam on CUDA where there is one, else torch's."""
-    if device.type == "cuda" and config.optimizer == "adam" and wide != torch.float64:
-        found = find_library_adam()
-        if found is not None:
-            return LibraryAdam(found[1], found[0], config, treatments)
-    return TorchFused(config, device, wide, treatments)
+    """What `--adam-backend` asks for; the one place that decides."""
+    if config.adam_backend == "torch":
+        return TorchFused(config, device, wide, treatments)
+    return LibraryAdam(_import_adam(config.adam_backend), LIBRARIES[config.adam_backend][0], config, treatments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -32,7 +33,8 @@ class Evaluator:
     decisions: DecisionCounts | None = None
 
     def run(self, split: str) -> tuple[float, dict[str, float]]:
-        """Mean loss in nats over the split's unmasked tokens; and of a classifier its scores. Collective (world)."""
+        """Mean loss in nats over the split's unmasked tokens, NaN where there are none; and of a classifier its scores.
+        Collective (world)."""
         chosen = self.data(split)
         if self.decisions is not None:
             self.decisions.clear()
@@ -45,4 +47,4 @@ class Evaluator:
             if self.mesh.pp.rank == self.mesh.pp.size - 1:  # where the losses are
                 sums[1] += torch.stack([batch.loss_mask.sum() for batch in batches]).sum().to(self.mesh.device)
         loss, tokens = all_reduce(sums, self.mesh.all_but_tp).tolist()
-        return loss / max(1.0, tokens), {} if self.decisions is None else self.decisions.scores()
+        return loss / tokens if tokens else math.nan, {} if self.decisions is None else self.decisions.scores()

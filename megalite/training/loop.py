@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from megalite.config.schema import RunConfig
+from megalite.distributed.collectives import broadcast_object
 from megalite.training.evaluate import Evaluator
-from megalite.training.metrics import EvaluationRecord, Sink, StepRecord
+from megalite.training.metrics import EvaluationRecord, Sink, StepRecord, evaluated_splits
 from megalite.training.profiling import Profiler
 from megalite.training.report import size
 from megalite.training.signals import StopRequests
@@ -43,18 +45,32 @@ class Loop:
                 sink.close()
 
     def _run(self) -> None:
-        state = self.trainer.state
+        state, done = self.trainer.state, set[str]()
         if not self.config.validation.skip_train:
             if state.iteration >= self.total_iterations:
                 self.say(f"nothing left to train: iteration {state.iteration} of {self.total_iterations} is done")
+                done = self._evaluated()
             elif self._train():
                 return
             if state.skipped:
                 self.say(f"{state.skipped} of {state.iteration} steps were skipped: gradients or loss weren't finite")
-        iteration = self.trainer.state.iteration
-        if not self._due(self.config.validation.eval_interval, iteration, trained=True):
-            self._evaluate("valid")
-        self._evaluate("test")
+        if self._due(self.config.validation.eval_interval, state.iteration, trained=True):
+            done.add("valid")
+        for split in ("valid", "test"):
+            if split not in done:
+                self._evaluate(split)
+
+    def _evaluated(self) -> set[str]:
+        """The splits that were evaluated when an earlier run reached this iteration, as far as the metrics file says.
+        Collective over the world."""
+        path, found = self.config.logging.metrics_file, set[str]()
+        if path is not None and self.trainer.mesh.is_first:
+            found = evaluated_splits(Path(path), self.trainer.state.iteration)
+        found = broadcast_object(found, self.trainer.mesh.world)
+        for split in self.splits:
+            if split in found:
+                self.say(f"{split} isn't evaluated again: {path} holds its loss at this iteration")
+        return found
 
     def _train(self) -> bool:
         """Steps until the end (False) or a reason to stop (True). The last state is always saved."""

@@ -6,7 +6,7 @@ sinks, since every rank holds the same numbers.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -21,11 +21,13 @@ from megalite.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step. `lm_loss` nats per token; `learning_rate` the one that this step used."""
+    """One training step. `counted_tokens` those whose loss counts; `lm_loss` nats per such token; `learning_rate` the
+    one that this step used."""
 
     iteration: int
     consumed_samples: int
     consumed_tokens: int
+    counted_tokens: int
     lm_loss: float
     grad_norm: float
     learning_rate: float
@@ -80,6 +82,12 @@ class LogLines:
         self.first = True
 
     def step(self, record: StepRecord) -> None:
+        if record.counted_tokens == 0:
+            print(
+                f"iteration {record.iteration}: no token of this batch counts for the loss, so there is nothing to "
+                "learn from it",
+                flush=True,
+            )
         self.records.append(record)
         self.skipped += record.skipped
         self.nans += math.isnan(record.lm_loss)
@@ -93,7 +101,11 @@ class LogLines:
 
     def _line(self) -> str:
         last, count = self.records[-1], len(self.records)
-        losses = [record.lm_loss for record in self.records if math.isfinite(record.lm_loss) and not record.skipped]
+        losses = [
+            record.lm_loss
+            for record in self.records
+            if math.isfinite(record.lm_loss) and not record.skipped and record.counted_tokens
+        ]
         parts = [
             f"iteration {last.iteration:8d}/{self.total:8d}",
             f"consumed samples: {last.consumed_samples:12d}",
@@ -109,7 +121,7 @@ class LogLines:
         parts += [f"learning rate: {last.learning_rate:.6E}", f"global batch size: {last.global_batch_size:5d}"]
         if losses:
             parts.append(f"lm loss: {sum(losses) / len(losses):.6E}")
-        parts += [f"loss scale: {last.loss_scale:.1f}", f"grad norm: {last.grad_norm:.3f}"]
+        parts += [f"loss scale: {last.loss_scale}", f"grad norm: {last.grad_norm:.3f}"]
         if last.zeros is not None:
             parts.append(f"num zeros: {last.zeros}")
         if last.params_norm is not None:
@@ -296,8 +308,10 @@ def check_sinks(config: RunConfig) -> list[str]:
     """Problems with what the flags that name outputs need."""
     logging = config.logging
     problems = []
-    if logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
-        problems.append(f"--wandb-project {logging.wandb_project} needs the package wandb: pip install wandb")
+    if logging.wandb_project is not None:
+        problems += _missing(f"--wandb-project {logging.wandb_project}", "wandb", "wandb")
+    if logging.tensorboard_dir is not None:
+        problems += _missing(f"--tensorboard-dir {logging.tensorboard_dir}", "torch.utils.tensorboard", "tensorboard")
     folders = {
         "--metrics-file": logging.metrics_file and Path(logging.metrics_file).parent,
         "--tensorboard-dir": logging.tensorboard_dir and Path(logging.tensorboard_dir),
@@ -312,6 +326,23 @@ def check_sinks(config: RunConfig) -> list[str]:
     if logging.metrics_file is not None and (reason := _not_metrics(Path(logging.metrics_file))):
         problems.append(f"--metrics-file {logging.metrics_file} {reason}")
     return problems
+
+
+def _missing(flag: str, module: str, package: str) -> list[str]:
+    """A problem where what a flag needs can't be imported: it may be there and not fit the rest."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return [f"{flag} needs the package {package}, which can't be imported ({reason}): pip install {package}"]
+    return []
+
+
+def evaluated_splits(path: Path, iteration: int) -> set[str]:
+    """The splits whose evaluation after `iteration` steps a metrics file holds."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    values = [json.loads(line) for line in lines if _iteration_of(line) == iteration]
+    return {value["split"] for value in values if "split" in value}
 
 
 def _not_metrics(path: Path) -> str | None:

@@ -20,6 +20,7 @@ from megalite.data.tokenizers import build_tokenizer, require_eod
 from megalite.distributed.launch import Environment, choose_device, set_threads
 from megalite.distributed.layout import Layout
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
+from megalite.optimizer.fused import check_adam_backend
 from megalite.optimizer.schedule import BatchSchedule
 from megalite.peft import check as peft_check
 from megalite.peft.files import base_note, settle
@@ -78,7 +79,8 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         config.peft = settle(config.peft)
         device = choose_device(config.layout.device, environment)
         backend = choose_backend(config, device.type)
-        _refuse([*data_check.check(config), *check_sinks(config), *run_problems(config, environment.world_size)])
+        problems = [*data_check.check(config), *check_sinks(config), *check_adam_backend(config, device.type)]
+        _refuse([*problems, *run_problems(config, environment.world_size)])
         tokenizer = build_tokenizer(config.tokenizer)
         if config.finetune.task != "classification":
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")

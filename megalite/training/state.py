@@ -10,7 +10,8 @@ from typing import Any
 class TrainingState:
     """`iteration` counts steps, skipped ones included. `consumed_samples` and `consumed_tokens` count data read;
     `schedule_samples` only those of steps taken: the learning rate follows them, as in Megatron-LM. `dropout_seed` is
-    the whole random state, since random numbers are a function. `nans`: steps whose loss was not a number."""
+    the whole random state, since random numbers are a function. `skipped_in_a_row`: the last steps, as far as all were
+    skipped. `nans`: steps whose loss was not a number."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -18,6 +19,7 @@ class TrainingState:
     consumed_valid_samples: int = 0
     schedule_samples: int = 0
     skipped: int = 0
+    skipped_in_a_row: int = 0
     nans: int = 0
     dropout_seed: int = 0
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megalite.config.errors import UserError
 from megalite.config.schema import RunConfig
 from megalite.data.classification import build_classification_datasets, check_classification
+from megalite.data.document_mask import SampleSource
 from megalite.data.gpt_dataset import Datasets, SplitSummary, build_datasets
 from megalite.data.sft import SftOptions, build_sft_datasets, check_sft
 from megalite.data.tokenizer_base import Tokenizer
@@ -82,6 +84,19 @@ def build_task_datasets(
         datasets, classes = build_classification_datasets(options, tokenizer, sizes, names)
     if config.finetune.task != "lm":
         datasets.summaries = [_once_each(summary, config, sizes[1]) for summary in datasets.summaries]
-        return datasets, classes
-    eod = require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
-    return build_datasets(config, eod, tokenizer.vocab_size, sizes), None
+    else:
+        eod = require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
+        datasets = build_datasets(config, eod, tokenizer.vocab_size, sizes)
+    for split in ("train", "valid", "test"):
+        _require_counted(split, getattr(datasets, split))
+    return datasets, classes
+
+
+def _require_counted(split: str, dataset: SampleSource | None) -> None:
+    """Raise a UserError for a set without one token whose loss counts. Commonly the first sample answers."""
+    if dataset is None or any(dataset[index]["loss_mask"].any() for index in range(len(dataset))):
+        return
+    raise UserError(
+        f"{split}: no token of its {len(dataset)} samples counts for the loss, so there is nothing to learn or to "
+        "measure: look at what is masked (--eod-mask-loss, messages that aren't trained)"
+    )

@@ -32,7 +32,7 @@ from megalite.training.timers import Timers
 
 
 class NonFiniteError(UserError):
-    """A loss or gradient norm that isn't finite, with `--nan-action stop`."""
+    """A loss or gradient norm that isn't finite, with `--nan-action stop` or too often in a row."""
 
     everywhere = True
 
@@ -66,9 +66,9 @@ class Trainer:
         samples = self.batches.at(self.state.consumed_samples)
         with self.timers.section("batch-generator", 2):
             microbatches = [next(self.microbatches) for _ in range(self._count(samples))]
-        tokens, processed = self._count_tokens(microbatches)
+        tokens = self._count_tokens(microbatches)
         loss_scale = self.scaler.scale
-        loss = self._forward_backward(microbatches, tokens, loss_scale)
+        loss = self._forward_backward(microbatches, tokens[0], loss_scale)
         with self.timers.section("all-grads-sync"):
             self.optimizer.reduce_gradients()
         if self.on_first_gradients is not None:
@@ -76,23 +76,25 @@ class Trainer:
             self.on_first_gradients = None
         with self.timers.section("grad-norm", 2):
             result = self.optimizer.measure(loss_scale)
-        return self._finish(samples, int(processed.item()), float(loss.item()), loss_scale, result)
+        counted, processed = map(int, tokens.tolist())
+        return self._finish(samples, counted, processed, float(loss.item()), loss_scale, result)
 
     def _count(self, samples: int) -> int:
         """Microbatches of this rank in a global batch of `samples`."""
         assert self.config.training.micro_batch_size is not None
         return samples // (self.config.training.micro_batch_size * self.mesh.dp.size)
 
-    def _count_tokens(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor]:
-        """Tokens of the global batch, on the device: those whose loss counts, over which it is the mean (float64, at
-        least 1), and all that are processed (int64)."""
+    def _count_tokens(self, microbatches: list[Microbatch]) -> Tensor:
+        """Tokens of the global batch, int64 [2] on the device: those whose loss counts, over which it is the mean, and
+        all that are processed."""
         counted = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
         mine = torch.stack([counted, torch.tensor(sum(batch.tokens.numel() for batch in microbatches))])
-        sums = all_reduce(mine.to(self.mesh.device, non_blocking=True), self.mesh.dp_cp)
-        return sums[0].clamp(min=1).to(torch.float64), sums[1]
+        return all_reduce(mine.to(self.mesh.device, non_blocking=True), self.mesh.dp_cp)
 
-    def _forward_backward(self, microbatches: list[Microbatch], tokens: Tensor, loss_scale: float) -> Tensor:
-        """Gradients into the buffers; the mean loss over the global batch, equal on all ranks, still on the device."""
+    def _forward_backward(self, microbatches: list[Microbatch], counted: Tensor, loss_scale: float) -> Tensor:
+        """Gradients into the buffers; the mean loss over the `counted` tokens of the global batch, equal on all ranks,
+        still on the device."""
+        tokens = counted.clamp(min=1).to(torch.float64)
         with self.timers.section("forward-backward"):
             self.optimizer.begin_step(len(microbatches))
             key = random.fold(self.state.dropout_seed, "dropout")
@@ -102,10 +104,14 @@ class Trainer:
                 torch.cuda.manual_seed(int(stream.item()) & (2**63 - 1))
             self.executor.begin(microbatches, scale=loss_scale / tokens, dropout_key=key)
             self.runtime.run(self.plan.training(len(microbatches)))
-        total = all_reduce(self.executor.loss_sum.clone(), self.mesh.all_but_tp)
-        return total / tokens
+        # Tensor-parallel ranks hold the same sum, so the first one's counts. The others add zero; or NaN, where theirs
+        # alone isn't finite: so all ranks decide alike whether the step is taken.
+        mine = self.executor.loss_sum * (1.0 if self.mesh.tp.rank == 0 else 0.0)
+        return all_reduce(mine, self.mesh.world) / tokens
 
-    def _finish(self, samples: int, tokens: int, loss: float, loss_scale: float, result: StepResult) -> StepRecord:
+    def _finish(
+        self, samples: int, counted: int, tokens: int, loss: float, loss_scale: float, result: StepResult
+    ) -> StepRecord:
         """Update or skip, advance the state, and tell."""
         state = self.state
         finite = result.finite and math.isfinite(loss)
@@ -128,12 +134,14 @@ class Trainer:
         state.consumed_samples += samples
         state.consumed_tokens += tokens
         state.skipped += not finite
+        state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
         state.nans += math.isnan(loss)
         elapsed = self._elapsed()
         return StepRecord(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,
             consumed_tokens=state.consumed_tokens,
+            counted_tokens=counted,
             lm_loss=loss,
             grad_norm=result.grad_norm,
             learning_rate=rate,
@@ -160,14 +168,21 @@ class Trainer:
         """Stop the run where a step can't be taken and skipping it isn't wanted or leads nowhere."""
         if finite:
             return
-        told = f"iteration {self.state.iteration + 1}: loss {loss}, gradient norm {result.grad_norm}"
-        if self.config.training.nan_action == "stop":
+        training, number = self.config.training, self.state.iteration + 1
+        told = f"iteration {number}: loss {loss}, gradient norm {result.grad_norm}"
+        if training.nan_action == "stop":
             raise NonFiniteError(
                 f"{told}; the last good state is the newest checkpoint. Lower --lr, or go on past such steps with "
                 "--nan-action skip"
             )
-        if self.scaler.dynamic and self.scaler.scale <= self.scaler.minimum:
-            raise NonFiniteError(f"{told}, with the loss scale already at --min-loss-scale {self.scaler.minimum}")
+        skips = self.state.skipped_in_a_row + 1
+        if skips >= training.max_skips_in_a_row:
+            scale = f", with the loss scale at {self.scaler.scale}" if self.config.precision.fp16 else ""
+            raise NonFiniteError(
+                f"{told}{scale}. All steps since iteration {number - skips + 1} had to be skipped, as many as "
+                f"--max-skips-in-a-row {training.max_skips_in_a_row} allows: the run doesn't recover. Start from a "
+                "checkpoint of an earlier iteration (--ckpt-step), with a lower --lr"
+            )
 
     def _elapsed(self) -> float:
         """Seconds since the last step ended (or `restart_clock`)."""

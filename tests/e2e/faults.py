@@ -1,6 +1,7 @@
 """The program with something going wrong in it: `python tests/e2e/faults.py FAULT FLAGS`.
 
-FAULT is `name:rank:iteration`, e.g. `forward:1:3`: the forward of rank 1's third step raises. The program itself has no
+FAULT is `name:rank:iteration`, e.g. `forward:1:3`: the forward of rank 1's third step raises; or several of these with
+commas between. The program itself has no
 test mode; a fault replaces one of its functions before main is called.
 """
 
@@ -12,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +24,8 @@ class Fault(RuntimeError):
 
 def main(fault: str | None, script: str = "pretrain_gpt") -> None:
     """Call the main function of the program `script` with a fault in place, or with none."""
-    if fault is not None:
-        name, rank, iteration = fault.split(":")
+    for each in fault.split(",") if fault is not None else ():
+        name, rank, iteration = each.split(":")
         if int(rank) == int(os.environ.get("RANK", "0")):
             FAULTS[name](int(iteration))
     importlib.import_module(script).main()
@@ -80,6 +82,21 @@ def _backward(iteration: int) -> None:
 
 def _kill(iteration: int) -> None:
     _at_step(iteration, "forward", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _sleep(iteration: int) -> None:
+    """The rank hears no more of the others, as in a kernel that waits for a dead one."""
+    _at_step(iteration, "forward", lambda _: time.sleep(1000))
+
+
+def _starting(_: int) -> None:
+    """The process dies when all have met and the first process group is made."""
+    import torch.distributed as dist
+
+    def dying(_: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+
+    _replace(dist, "init_process_group", dying)
 
 
 def _data(iteration: int) -> None:
@@ -168,6 +185,8 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "forward": _forward,
     "backward": _backward,
     "kill": _kill,
+    "sleep": _sleep,
+    "starting": _starting,
     "data": _data,
     "save": _save,
     "full-disk": _full_disk,

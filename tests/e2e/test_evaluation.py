@@ -48,6 +48,25 @@ def test_evaluations_of_a_tiny_set_go_on_after_a_resume(tmp_path: Path) -> None:
     assert training_state(checkpoint(tmp_path / "a", 12))["training"]["consumed_valid_samples"] == 6 * 8
 
 
+def test_a_finished_run_that_is_started_again_evaluates_nothing_twice(tmp_path: Path) -> None:
+    metrics = tmp_path / "m.jsonl"
+    flags = f"{MICRO} --train-iters 3 --eval-iters 1 --eval-interval 100 --save {tmp_path} --metrics-file {metrics}"
+    run(f"{flags} --load {tmp_path}")
+    before = metrics.read_text()
+    assert found(metrics) == [(3, "valid"), (3, "test")]
+    outcome = run(f"{flags} --load {tmp_path}", 2)
+    assert metrics.read_text() == before
+    assert "nothing left to train" in outcome.out and "valid isn't evaluated again" in outcome.out
+    assert "loss at iteration" not in outcome.out
+
+
+def test_data_without_a_counted_token_are_refused(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "d", [np.array([EOD], dtype=np.int64)] * 600)
+    outcome = run(f"{NETWORK} --data-path {prefix} --split 100,0,0 --eod-mask-loss --train-iters 2", check=False)
+    assert outcome.code == 1
+    assert outcome.err.startswith("error: train: no token of its") and "Traceback" not in outcome.err
+
+
 def test_an_evaluation_follows_every_interval_and_one_the_end(tmp_path: Path) -> None:
     for interval, valid in ((4, [4, 8, 10]), (5, [5, 10])):
         metrics = tmp_path / f"{interval}.jsonl"

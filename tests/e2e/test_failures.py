@@ -144,6 +144,7 @@ def test_under_torchrun_a_flag_mistake_is_told_once() -> None:
     assert outcome.code != 0
     assert (outcome.out + outcome.err).count("--global-batch-size 5") == 1
     assert "exitcode  : 2" in outcome.err
+    assert outcome.err.rstrip(" =\n").splitlines()[-1].startswith("  traceback : error: --global-batch-size 5")
     assert tracebacks(outcome) == 0
     assert started.remaining(10) == []
 
@@ -210,6 +211,22 @@ def test_a_killed_rank_ends_the_other_without_torchrun_too() -> None:
     assert outcome.codes == (1, -9)
     assert tracebacks(outcome) == 0
     assert "rank 0: stopped, because another rank failed" in outcome.err
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_waits_where_no_connection_shows_a_death_ends_too(dead: int) -> None:
+    """As under NCCL, whose kernels wait on the device."""
+    fault = f"kill:{dead}:2,sleep:{1 - dead}:2"
+    outcome = run(f"{MICRO} --train-iters 1000", 2, fault=fault, timeout=WITHIN, check=False)
+    assert outcome.codes[1 - dead] == 1 and outcome.codes[dead] == -9
+    assert outcome.err.strip() == f"rank {1 - dead}: stopped, because another rank failed (rank {dead} ended)"
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_dies_while_starting_ends_the_other_with_one_message(dead: int) -> None:
+    outcome = run(MICRO, 2, fault=f"starting:{dead}:0", timeout=WITHIN, check=False)
+    assert outcome.codes[1 - dead] == 1 and outcome.codes[dead] == -9
+    assert outcome.err.strip() == f"rank {1 - dead}: stopped, because another rank failed (rank {dead} ended)"
 
 
 def test_a_single_process_shows_its_traceback_once() -> None:

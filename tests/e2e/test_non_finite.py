@@ -23,6 +23,7 @@ BASE = f"{MICRO} --train-iters 5 --log-interval 4 --hidden-dropout 0 --attention
         pytest.param(f"{PP2} --clip-grad 0", "nan-gradient:0:3", id="first stage"),
         pytest.param(PP2, "nan-loss:1:3", id="last stage, loss alone"),
         pytest.param(TP2, "inf-gradient:1:3", id="one tensor-parallel rank"),
+        pytest.param(TP2, "nan-loss:1:3", id="one tensor-parallel rank, loss alone"),
     ],
 )
 def test_stop_is_one_message_that_names_the_iteration(flags: str, fault: str, tmp_path: Path) -> None:
@@ -62,6 +63,40 @@ def test_skip_leaves_the_state_of_all_ranks_as_it_was(flags: str, tmp_path: Path
     assert len(lines) == 2 and "skipped iterations:   0" in lines[0] and "skipped iterations:   1" in lines[1]
     losses = [steps(metrics)[k]["lm_loss"] for k in (1, 3)]  # a skipped step's loss is left out
     assert f"lm loss: {sum(losses) / 2:.6E}" in lines[1]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("--fp16 --loss-scale 1e30", id="fp16, constant scale"),
+        pytest.param("--fp16 --initial-loss-scale 1e30 --min-loss-scale 1e30", id="fp16, dynamic scale at its floor"),
+        pytest.param("--bf16 --nan-action skip --lr 1e38 --clip-grad 0", id="bf16, weights lost"),
+        pytest.param("--nan-action skip --lr 1e38 --clip-grad 0", id="fp32, weights lost"),
+    ],
+)
+def test_steps_that_are_all_skipped_end_the_run_after_as_many_as_allowed(flags: str, tmp_path: Path) -> None:
+    metrics = tmp_path / "m.jsonl"
+    flags = f"{MICRO} {flags} --max-skips-in-a-row 4 --train-iters 20 --metrics-file {metrics}"
+    outcome = run(flags, check=False)
+    assert outcome.code == 1
+    skipped = [step["skipped"] for step in steps(metrics)]
+    assert skipped[-3:] == [True] * 3 and not any(skipped[:-3])  # the fourth is not taken, and told
+    assert f"iteration {len(skipped) + 1}: " in outcome.err and "--max-skips-in-a-row 4" in outcome.err
+    assert outcome.err.count("error:") == 1 and "Traceback" not in outcome.err
+
+
+def test_skips_in_a_row_are_counted_over_a_resume(tmp_path: Path) -> None:
+    flags = f"{MICRO} --fp16 --loss-scale 1e30 --max-skips-in-a-row 3 --save {tmp_path} --load {tmp_path}"
+    run(f"{flags} --exit-interval 2")
+    outcome = run(flags, check=False)
+    assert outcome.code == 1 and "iteration 3: " in outcome.err
+
+
+def test_a_single_infinity_with_the_scale_at_its_floor_is_one_skipped_step(tmp_path: Path) -> None:
+    metrics = tmp_path / "m.jsonl"
+    flags = f"{MICRO} --fp16 --initial-loss-scale 1 --min-loss-scale 1 --train-iters 5 --metrics-file {metrics}"
+    run(flags, fault="inf-gradient:0:3")
+    assert [step["skipped"] for step in steps(metrics)] == [False, False, True, False, False]
 
 
 def test_a_skipped_step_on_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:

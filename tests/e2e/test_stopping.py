@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -62,12 +63,16 @@ def test_exit_duration_saves_after_the_step_and_exits_with_0_on_all_ranks(tmp_pa
     assert outcome.out.count("--exit-duration-in-mins") == 1
 
 
-def interrupted(flags: str, metrics: Path, number: signal.Signals, processes: int = 1) -> Program:
-    """Start a long run and send it a signal in the middle of its steps."""
+def interrupted(
+    flags: str, metrics: Path, number: signal.Signals, processes: int = 1, *, everyone: bool = False
+) -> Program:
+    """Start a long run and send it a signal in the middle of its steps; with `everyone` also to its data-loader
+    workers, as systemd does."""
     started = Program(flags, processes)
     try:
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, 90)
-        started.process.send_signal(number)
+        for pid in started.members() if everyone else [started.process.pid]:
+            os.kill(pid, number)
     except BaseException:
         started.kill()
         raise
@@ -78,7 +83,7 @@ LONG = f"{MICRO} --train-iters 100000 --exit-signal-handler --save-interval 1000
 
 
 @pytest.mark.parametrize(
-    ("number", "workers"), [(signal.SIGTERM, 2), (signal.SIGINT, 0)], ids=["SIGTERM, workers", "SIGINT"]
+    ("number", "workers"), [(signal.SIGTERM, 2), (signal.SIGINT, 0)], ids=["SIGTERM to all, with workers", "SIGINT"]
 )
 def test_a_signal_finishes_the_step_and_saves_and_a_resume_continues_bitwise(
     number: signal.Signals, workers: int, tmp_path: Path
@@ -86,7 +91,7 @@ def test_a_signal_finishes_the_step_and_saves_and_a_resume_continues_bitwise(
     flags = f"{LONG} --num-workers {workers} "
     metrics = tmp_path / "b.jsonl"
     first = f"{flags} --save {tmp_path}/b --metrics-file {metrics}"
-    started = interrupted(first, metrics, number)
+    started = interrupted(first, metrics, number, everyone=workers > 0)
     outcome = started.wait()
     assert outcome.code == 0, str(outcome)
     assert started.remaining(10) == []

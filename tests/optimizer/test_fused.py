@@ -7,6 +7,8 @@ each call by binding it; where a library imports, the real class is bound as wel
 from __future__ import annotations
 
 import inspect
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from megalite.config.schema import OptimizerConfig
-from megalite.optimizer.fused import LIBRARIES, LibraryAdam, TorchFused, choose_fused, find_library_adam
+from megalite.config.schema import OptimizerConfig, PrecisionConfig, RunConfig
+from megalite.optimizer.fused import LIBRARIES, LibraryAdam, TorchFused, check_adam_backend, choose_fused
 
 CPU = torch.device("cpu")
 
@@ -45,7 +47,7 @@ def _te_init(
 def _te_step(self: Any, closure: Any = None, grad_scaler: Any = None) -> None: ...
 
 
-SIGNATURES = {"NVIDIA Apex": (_apex_init, _apex_step), "Transformer Engine": (_te_init, _te_step)}
+SIGNATURES = {"apex": (_apex_init, _apex_step), "te": (_te_init, _te_step)}
 
 
 def stand_in(init: Callable[..., None], step: Callable[..., None]) -> type:
@@ -112,29 +114,61 @@ def test_a_rank_without_segments_makes_a_librarys_adam_and_steps(library: str) -
 
 @pytest.mark.parametrize("library", SIGNATURES)
 def test_the_recorded_signatures_are_those_of_an_installed_library(library: str) -> None:
-    real = pytest.importorskip(LIBRARIES[library], exc_type=ImportError).FusedAdam
+    real = pytest.importorskip(LIBRARIES[library][1], exc_type=ImportError).FusedAdam
     init, step = SIGNATURES[library]
     for ours, theirs in ((init, real.__init__), (step, real.step)):
         assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
 
 
-def test_on_a_cpu_and_in_float64_torchs_own_is_chosen() -> None:
-    for device, wide in ((CPU, torch.float32), (CPU, torch.float64)):
-        assert choose_fused(OptimizerConfig(), device, wide, treatments(0)).description == "torch AdamW, fused"
-    assert (
-        choose_fused(OptimizerConfig(optimizer="sgd"), CPU, torch.float32, treatments(0)).description
-        == "torch SGD, fused"
-    )
+def _install(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> None:
+    """Stand-ins for both libraries' modules."""
+    for _, module in LIBRARIES.values():
+        for name in (module.partition(".")[0], module):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        vars(sys.modules[module]).update(attributes)
 
 
-def test_another_project_called_apex_is_not_mistaken_for_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-    import types
+@pytest.mark.parametrize("device", ["cpu", "cuda"], ids=["on a CPU", "on a GPU"])
+def test_torchs_own_is_the_default_though_a_library_can_be_imported(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(monkeypatch, FusedAdam=stand_in(*SIGNATURES["apex"]))
+    for optimizer in ("adam", "sgd"):
+        config = OptimizerConfig(optimizer=optimizer)
+        chosen = choose_fused(config, torch.device(device), torch.float32, treatments(0))
+        assert chosen.description == f"torch {'AdamW' if optimizer == 'adam' else 'SGD'}, fused"
 
-    for module in LIBRARIES.values():
-        monkeypatch.setitem(sys.modules, module.partition(".")[0], types.ModuleType(module.partition(".")[0]))
-        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
-    assert find_library_adam() is None
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_a_librarys_adam_is_used_where_it_is_asked_for(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, FusedAdam=stand_in(*SIGNATURES[backend]))
+    config = RunConfig(optimizer=OptimizerConfig(adam_backend=backend))
+    assert check_adam_backend(config, "cuda") == []
+    chosen = choose_fused(config.optimizer, CPU, torch.float32, treatments(0))
+    assert chosen.description == f"{LIBRARIES[backend][0]} FusedAdam"
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "word"),
+    [
+        ({"optimizer": "sgd"}, "cuda", "--optimizer sgd"),
+        ({"optimizer_cpu_offload": True}, "cuda", "--optimizer-cpu-offload"),
+        ({}, "cpu", "cpu"),
+        ({}, "cuda", "can't be imported"),  # another project called apex has no such class
+    ],
+)
+def test_a_librarys_adam_that_cannot_be_used_is_refused_with_the_reason(
+    changes: dict[str, Any], device: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(monkeypatch)
+    (problem,) = check_adam_backend(RunConfig(optimizer=OptimizerConfig(adam_backend="apex", **changes)), device)
+    assert problem.startswith("--adam-backend apex") and word in problem
+
+
+def test_float64_and_a_librarys_adam_exclude_each_other() -> None:
+    config = RunConfig(optimizer=OptimizerConfig(adam_backend="te"), precision=PrecisionConfig(fp64=True))
+    (problem,) = check_adam_backend(config, "cuda")
+    assert "--fp64" in problem
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 3])

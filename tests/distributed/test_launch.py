@@ -1,0 +1,58 @@
+"""What a process takes from its environment, and how it tells of a failure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from megalite.config.errors import FlagError
+from megalite.distributed import launch
+from megalite.distributed.launch import Environment, choose_device, read_environment
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_on_gpus_a_missing_local_rank_is_refused_with_the_line_that_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    environment = read_environment()
+    with pytest.raises(FlagError, match=r"export LOCAL_RANK=\$SLURM_LOCALID"):
+        choose_device("auto", environment)
+    assert choose_device("cpu", environment).type == "cpu"
+    assert not environment.speaks_for_machine  # rank 0 does, since all would say the same
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert choose_device("auto", read_environment()) == torch.device("cuda", 1)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_local_rank_beyond_the_gpus_is_refused() -> None:
+    with pytest.raises(FlagError, match="LOCAL_RANK=2 is beyond the 2 GPUs"):
+        choose_device("cuda", Environment(rank=2, world_size=4, local_rank=2))
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_one_process_needs_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert choose_device("auto", read_environment()) == torch.device("cuda", 0)
+
+
+def test_torchruns_own_report_ends_with_our_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(record))
+    launch._tell("error: --lr -1 must not be negative\n--seq-length 0 must be at least 1")
+    assert json.loads(record.read_text())["message"]["message"].startswith("error: --lr -1")
+    report = str(ChildFailedError("pretrain_gpt.py", {0: ProcessFailure(0, 123, 2, str(record))}))
+    last = [line.strip() for line in report.splitlines() if line.strip(" =")][-2:]
+    assert last == ["traceback : error: --lr -1 must not be negative", "--seq-length 0 must be at least 1"]

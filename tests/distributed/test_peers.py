@@ -1,0 +1,102 @@
+"""The meeting of the ranks and the watch over them, with threads in place of processes: a death closes a socket."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from megalite.config.errors import UserError
+from megalite.distributed import peers
+from megalite.distributed.peers import Connections, Watch, meet
+
+SIZE = 4
+Told = queue.Queue[tuple[int, int]]
+"""(who, whom it lost)"""
+
+
+@pytest.fixture
+def place() -> Iterator[tuple[str, int]]:
+    """Where the store would be served."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[:2]
+
+
+def start_meeting(ranks: list[int], place: tuple[str, int], seconds: float = 30.0) -> list[Connections | UserError]:
+    store, deadline = dist.HashStore(), time.monotonic() + seconds
+
+    def one(rank: int) -> Connections | UserError:
+        try:
+            return meet(store, rank, SIZE, place, deadline)
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(SIZE) as threads:
+        return list(threads.map(one, ranks))
+
+
+def watched(place: tuple[str, int], *, dead: int | None = None) -> tuple[list[Connections], Told, list[Watch]]:
+    """All ranks after their meeting, the watches of those that aren't `dead`, and what they are told."""
+    met = [each for each in start_meeting(list(range(SIZE)), place) if not isinstance(each, UserError)]
+    assert [sorted(each) for each in met] == [[1, 2, 3], [0], [0], [0]]
+    told: Told = queue.Queue()
+    watches = [
+        Watch(each, lambda lost, rank=rank: told.put((rank, lost)))  # type: ignore[misc]
+        for rank, each in enumerate(met)
+        if rank != dead
+    ]
+    return met, told, watches
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_every_rank_is_told_of_a_rank_that_ends_without_a_goodbye(dead: int, place: tuple[str, int]) -> None:
+    met, told, watches = watched(place, dead=dead)
+    for connection in met[dead].values():
+        connection.shutdown(socket.SHUT_RDWR)  # as the kernel does for a process that dies
+    news = sorted(told.get(timeout=30) for _ in watches)
+    assert news == [(rank, dead) for rank in range(SIZE) if rank != dead]
+
+
+def test_nobody_is_told_of_ranks_that_say_goodbye(place: tuple[str, int]) -> None:
+    met, told, watches = watched(place)
+    for watch in watches:
+        watch.close()
+    for watch in watches:
+        watch.thread.join(30)
+        assert not watch.thread.is_alive()
+    for each in met:
+        for connection in each.values():
+            connection.close()
+    assert told.empty()
+
+
+def test_a_meeting_ends_at_its_bound_and_names_who_is_missing(place: tuple[str, int]) -> None:
+    first, second = start_meeting([0, 2], place, seconds=0.3)
+    assert str(first) == "missing: rank 1, 3"
+    assert isinstance(second, UserError)
+
+
+def test_a_rank_that_ends_while_others_are_awaited_ends_the_meeting(
+    place: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = peers._heard
+
+    def dying(connection: socket.socket) -> int | None:
+        connection.close()
+        return None
+
+    monkeypatch.setattr(peers, "_heard", dying)
+    first, _ = start_meeting([0, 2], place)
+    monkeypatch.setattr(peers, "_heard", real)
+    assert str(first) == "rank 2 ended while the processes were starting"
+
+
+def test_a_stranger_is_no_rank(place: tuple[str, int]) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert peers._greeted(ours, bytes(16)) is None
