@@ -61,7 +61,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, name: str, variables: Mapping[str, str]):
         """Raises UserError where `source` isn't a template."""
-        self.name = name
+        self.name, self.source, self.variables = name, source, variables
         self.marks_answers = _GENERATION_TAG.search(source) is not None
         try:
             self._template = _environment().from_string(source, globals=dict(variables))

@@ -22,6 +22,7 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.checkpoint.huggingface.architecture import CLASSIFIER
 from megalite.checkpoint.huggingface.classes import labels_json, read_classes
+from megalite.checkpoint.huggingface.travel import read_small_files
 from megalite.checkpoint.storage import read_json
 from megalite.config.check_peft import contradiction
 from megalite.config.errors import FlagError, UserError
@@ -287,6 +288,17 @@ def write_adapter(
     with replacing(str(where / WEIGHTS_FILE)) as stream:
         stream.write(save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt"}))
     _write_json(where / CONFIG_FILE, config)
+
+
+def write_beside(directory: str | Path, files: Mapping[str, bytes]) -> None:
+    """Write small files of tokenizer, template and generation settings into an adapter's folder, each whole or not at
+    all; those of an older adapter go. A `UserError` where that fails."""
+    where = Path(directory)
+    for name in read_small_files(where).keys() - files.keys():
+        (where / name).unlink()
+    for name, content in files.items():
+        with replacing(str(where / name)) as stream:
+            stream.write(content)
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
