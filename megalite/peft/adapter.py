@@ -136,8 +136,9 @@ def save_adapter(
     """Write `directory` in PEFT's format from the trained parameters' pieces. Collective over the world.
 
     `sharded`: as the optimizer's `sharding.parameters`. `base`: the model's Hugging Face folder, where known.
-    `class_names`: a classifier's, in order. `beside`: the files of tokenizer, chat template and generation settings that
-    the model was trained with, as PEFT's users keep them there. All ranks raise the same error where it can't be written.
+    `class_names`: a classifier's, in order. `beside`: the files of tokenizer, chat template and generation settings
+    that the model was trained with, as PEFT's users keep them there. All ranks raise the same error where it can't be
+    written.
     """
     values = gather(pieces, mesh, sharded=sharded)
     error: str | None = None

@@ -184,10 +184,10 @@ def merge_adapter(source: Path, adapter: Path, target: Path, ignored: Collection
     """Write the Hugging Face folder `target`, which must not exist or be empty: `source` with the LoRA adapter added;
     lines for the user, the first with the error of rounding.
 
-    With the adapter of a classifier it becomes one of transformers' `ForSequenceClassification`. Tokenizer, template and
-    ends of a text that lie beside the adapter replace the folder's; all else is copied as it is. `ignored`: see
-    `read_huggingface_config`. Raises a `CheckpointError`, and nothing of the attempt stays, where a folder is damaged, the adapter isn't
-    LoRA or is of another model.
+    With the adapter of a classifier it becomes one of transformers' `ForSequenceClassification`. Tokenizer, template
+    and ends of a text that lie beside the adapter replace the folder's; all else is copied as it is. `ignored`: see
+    `read_huggingface_config`. Raises a `CheckpointError`, and nothing of the attempt stays, where a folder is damaged,
+    the adapter isn't LoRA or is of another model.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"--hf {target} exists and is no empty folder: choose a new one")

@@ -35,7 +35,8 @@ def huggingface_to_megalite(source: Path, root: Path, build: BuildModel, ignored
     """Write `root/iter_0000000` and the tracker from the Hugging Face folder `source`; notes for the user.
 
     Each parameter keeps its stored number format; the run's is the embedding's. Tokenizer, templates and the original
-    `config.json` are kept in `root/huggingface`. `ignored`: see `read_huggingface_config`. Raises a `CheckpointError`, and nothing of the attempt stays.
+    `config.json` are kept in `root/huggingface`. `ignored`: see `read_huggingface_config`. Raises a `CheckpointError`,
+    and nothing of the attempt stays.
     """
     found = read_huggingface_config(source, ignored)
     with TensorFiles(source) as files:

@@ -62,8 +62,8 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
 
     Weights keep the checkpoint's number format, bit for bit; vocabulary padding isn't in it. `shard_bytes`: largest
     file, where no tensor is larger. `config.json` comes from the folder that the model descends from, where that is
-    known; tokenizer, template and ends of a text are those that the run was trained with. A classifier becomes one of transformers' `ForSequenceClassification`. Raises a
-    `CheckpointError`, and nothing of the attempt stays.
+    known; tokenizer, template and ends of a text are those that the run was trained with. A classifier becomes one of
+    transformers' `ForSequenceClassification`. Raises a `CheckpointError`, and nothing of the attempt stays.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"--hf {target} exists and is no empty folder: choose a new one")

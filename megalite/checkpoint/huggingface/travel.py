@@ -96,9 +96,9 @@ def origin(root: Path | None, config: RunConfig) -> Path | None:
 
 @dataclass(frozen=True)
 class Spoken:
-    """What a run was trained with. `tokenizer`: None where its files are gone. `template`: the text of `--chat-template`
-    as transformers takes it; None: the tokenizer's own, if there is one. `end`: the id that ends an answer in
-    conversations; None where none were trained."""
+    """What a run was trained with. `tokenizer`: None where its files are gone. `template`: the text of
+    `--chat-template` as transformers takes it; None: the tokenizer's own, if there is one. `end`: the id that ends an
+    answer in conversations; None where none were trained."""
 
     config: TokenizerConfig
     tokenizer: Tokenizer | None
@@ -208,18 +208,16 @@ def holds_tokenizer(folder: Path, tokenizer: TokenizerConfig) -> bool:
     """Whether the tokenizer of a Hugging Face folder is this very one, by the content of its files."""
     files = _vocabularies(tokenizer)
     if not files:
-        return tokenizer.tokenizer_type == "NullTokenizer" and not any(
-            (folder / name).is_file() for name in _VOCABULARIES
-        )
-    return all(
-        (folder / name).is_file()
-        and ((path.parent.name == FOLDER and not path.exists()) or _equal(path, folder / name))
-        for name, path in files.items()
-    )
+        none_there = not any((folder / name).is_file() for name in _VOCABULARIES)
+        return tokenizer.tokenizer_type == "NullTokenizer" and none_there
+    return all(_is_same(path, folder / name) for name, path in files.items())
 
 
-def _equal(one: Path, other: Path) -> bool:
-    return one.is_file() and one.read_bytes() == other.read_bytes()
+def _is_same(file: Path, here: Path) -> bool:
+    """Whether a tokenizer's file is the one `here`; one that was kept beside a run may have moved with the run."""
+    if not file.is_file() or not here.is_file():
+        return here.is_file() and file.parent.name == FOLDER
+    return file.samefile(here) or file.read_bytes() == here.read_bytes()
 
 
 def _vocabularies(tokenizer: TokenizerConfig) -> dict[str, Path]:
