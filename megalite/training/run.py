@@ -213,7 +213,8 @@ class Run:
         if directory is None or self.adapter is None or self._adapter_saved == self.state.iteration:
             return
         self._adapter_saved = self.state.iteration
-        base, root = self.config.finetune.load_hf, self.config.checkpoint.pretrained_checkpoint
+        base, trained = self.config.finetune.load_hf, self.config.checkpoint.pretrained_checkpoint
+        root = None if trained is None else Path(trained)
         save_adapter(
             directory,
             self.optimizer.parameter_pieces().values(),
@@ -224,9 +225,7 @@ class Run:
             sharded=self.optimizer.sharding.parameters,
             base=None if base is None else published_name(base),
             class_names=self.classes,
-            beside=lambda: companions(
-                spoken_by(self.config), origin(None if root is None else Path(root), self.config)
-            ),
+            beside=lambda: companions(spoken_by(self.config), origin(root, self.config)),
         )
         self.say(f"saved the adapter in {directory}")
 
