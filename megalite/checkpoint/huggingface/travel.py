@@ -153,9 +153,10 @@ def companions(spoken: Spoken, base: Path | None) -> dict[str, bytes]:
 
 
 def _generation_settings(spoken: Spoken, base: Path | None) -> dict[str, bytes]:
-    """`generation_config.json`, where the base has one or the run ends texts in its own way."""
+    """`generation_config.json`, where the run's ends of a text aren't those of the base."""
     there = base is not None and (base / GENERATION_FILE).is_file()
-    if not there and spoken.end is None:
+    kept = base is not None and holds_tokenizer(base, spoken.config)
+    if spoken.end is None and (kept or not there):
         return {}
     values = read_json(base / GENERATION_FILE) if base is not None and there else token_ids(spoken, base)
     return {GENERATION_FILE: to_json(values | token_ids(spoken, base, values))}

@@ -308,7 +308,7 @@ def test_an_unknown_field_is_left_unused_where_the_user_says_so_and_no_other_is(
         ("hidden_size", "it is no field that isn't"),
         ("use_mrope", "it decides what the network computes"),
     ):
-        with pytest.raises(CheckpointError, match=f"--ignore-config-field {name}: in config.json {why}"):
+        with pytest.raises(CheckpointError, match=f"--ignore-config-field {name}: in config.json it {why}"):
             parse_config({**values, "use_mrope": True}, "config.json", ["a", "b", name])
 
 
