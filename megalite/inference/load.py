@@ -181,10 +181,11 @@ def _check_kind(path: Path, config: RunConfig, *, whole_model: bool) -> None:
     if config.finetune.task == "classification":
         raise UserError(f"the checkpoint {path} was trained to classify; it writes no text")
     if config.peft.peft != "none" and not whole_model:
-        base = config.finetune.load_hf or "the model's folder"
+        base = config.finetune.load_hf or "MODEL"
+        adapter = config.peft.save_adapter or "FOLDER_OF_SAVE_ADAPTER"
         raise UserError(
-            f"the checkpoint {path} holds only what was trained beside a model: use --load-hf {base}, and --adapter "
-            "with what finetune.py wrote for --save-adapter"
+            f"the checkpoint {path} holds only what was trained beside a model: use --load-hf {base} "
+            f"--adapter {adapter}"
         )
 
 

@@ -74,7 +74,11 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     if EMBEDDING not in tensors and config.peft.peft != "none":
         remedy = "PEFT loads what finetune.py wrote for --save-adapter beside the model"
         if config.peft.peft == "lora":
-            remedy = "tools/merge_adapter.py adds what finetune.py wrote for --save-adapter to the model's own folder"
+            base = config.finetune.load_hf or "MODEL"
+            adapter = config.peft.save_adapter or "FOLDER_OF_SAVE_ADAPTER"
+            remedy = (
+                f"python tools/merge_adapter.py --load-hf {base} --adapter {adapter} --hf {target} adds it to the model"
+            )
         raise CheckpointError(f"{source.path} holds only what was trained beside a model; {remedy}")
     if EMBEDDING not in tensors:
         raise CheckpointError(f"{source.path} holds no {_PREFIX}{EMBEDDING}: it is no checkpoint of a GPT")
