@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,6 @@ from megalite.peft.modules import (
 )
 from megalite.peft.virtual import prefix_from_network
 
-OUTPUT = "lm_head"
 PROMPT = "embedding.prompt.weight"
 _SHOWN = 4
 
@@ -200,7 +199,6 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
     scales: dict[str, Scale] = {}
     problems: list[str] = []
     pairs = adapter.pairs()
-    _refuse_vocabulary(adapter, pairs)
     for module, (a, b) in pairs.items():
         template = re.sub(r"\.(\d+)\.", ".{n}.", module, count=1)
         number = re.search(r"\.(\d+)\.", module)
@@ -234,16 +232,6 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
     _refuse(adapter, _untold(adapter, pairs, layers, model), "doesn't hold what its adapter_config.json says")
     ordered = {part: scales[part] for part in LINEAR_OF if part in scales}
     return values, ordered
-
-
-def _refuse_vocabulary(adapter: Adapter, modules: Iterable[str]) -> None:
-    """Raise where the adapter has matrices beside the output over the vocabulary, which have no place here."""
-    if any(module.rpartition(".")[2] == OUTPUT for module in modules):
-        raise CheckpointError(
-            f"{adapter.where / WEIGHTS_FILE} has matrices beside {OUTPUT}, the output over the vocabulary, and this is "
-            f"not supported. Train it without {OUTPUT} in target_modules, or let PEFT add it to the model "
-            "(merge_and_unload, save_pretrained) and give that folder as --load-hf"
-        )
 
 
 def _untold(

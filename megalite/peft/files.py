@@ -53,6 +53,7 @@ _INERT = """
     prefix_projection prompt_tuning_init prompt_tuning_init_text qalora_group_size revision runtime_config token_dim
     tokenizer_kwargs tokenizer_name_or_path
 """
+_TABLES = ("lm_head", "embed_tokens", "wte")  # what architectures call them
 _LONGEST = 1000  # characters of a pattern
 _SECONDS = 5.0  # for all patterns: thousands of times what those of real adapters take
 _KNOWN = frozenset((_HONOURED + _INERT).split())
@@ -126,6 +127,7 @@ class Adapter:
 
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         """LoRA's A [rank, in] and B [out, rank] by the full name of the module."""
+        self._refuse_tables()
         found: dict[str, dict[str, Tensor]] = {}
         for name, tensor in self.tensors.items():
             match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_(A|B)\.weight", name)
@@ -144,6 +146,16 @@ class Adapter:
                     f"{told:g}"
                 )
         return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
+
+    def _refuse_tables(self) -> None:
+        """Raise where the adapter changes the embedding of tokens or the output over them."""
+        table = next((word for name in self.tensors for word in _TABLES if f".{word}." in name), None)
+        if table is not None:
+            raise CheckpointError(
+                f"{self.where / WEIGHTS_FILE} has weights of {table}, a table over the vocabulary, which an adapter "
+                f"can't change here. Train it without {table} in target_modules, or let PEFT add it to the model "
+                "(merge_and_unload, then save_pretrained) and give that folder as --load-hf"
+            )
 
     def embeddings(self) -> Tensor:
         """The vectors [n, width] of a prefix or prompt."""

@@ -91,8 +91,8 @@ class _Merge:
         self.source, self.added, self.files = source, added, files
         if added.kind != "lora":
             raise CheckpointError(
-                f"{added.where} is a {added.kind}: it has vectors of its own, which no weight can take up. Use it beside "
-                f"the model: python tools/generate.py --load-hf {source} --adapter {added.where} --chat"
+                f"{added.where} is a {added.kind}: it has vectors of its own, which no weight can take up. Use it "
+                f"beside the model: python tools/generate.py --load-hf {source} --adapter {added.where} --chat"
             )
         self.found: HuggingFaceModel = read_huggingface_config(source, ignored)
         self.rounding = Rounding()

@@ -305,8 +305,8 @@ def test_an_unknown_field_is_left_unused_where_the_user_says_so_and_no_other_is(
     found = parse_config(values, "config.json", ["b", "a"])
     assert found.notes == ["config.json: not used: a 1, b {'c': 2}"]
     for name, why in (
-        ("hidden_size", "it is no field that isn't"),
-        ("use_mrope", "it decides what the network computes"),
+        ("hidden_size", "is no field that isn't"),
+        ("use_mrope", "decides what the network computes"),
     ):
         with pytest.raises(CheckpointError, match=f"--ignore-config-field {name}: in config.json it {why}"):
             parse_config({**values, "use_mrope": True}, "config.json", ["a", "b", name])
