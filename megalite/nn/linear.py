@@ -118,6 +118,7 @@ def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, sink: GradientSink
     return result
 
 
+@torch.no_grad()
 def _fill_sink(
     sink: GradientSink, grad: Tensor, x: Tensor, scattered: Group | None = None, gathered: Group | None = None
 ) -> None:
