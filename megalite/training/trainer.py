@@ -88,7 +88,7 @@ class Trainer:
         least 1), and all that are processed (int64)."""
         counted = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
         mine = torch.stack([counted, torch.tensor(sum(batch.tokens.numel() for batch in microbatches))])
-        sums = all_reduce(mine.to(self.mesh.device, non_blocking=True), self.mesh.dp_cp)
+        sums = all_reduce(self.mesh.upload(mine), self.mesh.dp_cp)
         return sums[0].clamp(min=1).to(torch.float64), sums[1]
 
     def _forward_backward(self, microbatches: list[Microbatch], tokens: Tensor, loss_scale: float) -> Tensor:
