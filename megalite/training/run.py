@@ -287,7 +287,7 @@ class Run:
                 frozen=sum(p.nbytes for stage in self.stages for p in stage.parameters() if not p.requires_grad),
                 predicted=None
                 if self.adapter is not None
-                else predicted_memory(self.config, self.stages, self.prepared.backend, self.mesh),
+                else predicted_memory(self.config, self.stages, self.plan, self.mesh),
                 microbatches=count,
             )
         )
@@ -329,6 +329,7 @@ class Run:
                 backend=self.prepared.backend,
                 precision=self.precision,
                 optimizer=self.optimizer,
+                plan=self.plan,
                 datasets=self.datasets,
                 state=self.state,
                 total_iterations=self.total_iterations,
