@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.checkpoint.options import add_folder_flags
 from megalite.config.cli import run_tool
 from megalite.config.flags import FlagParser, add_section, explicit_fields, parse_namespace
 from megalite.inference.options import add_generation_flags, check_mode, read_generation_options, read_prompt
@@ -23,7 +24,8 @@ def parser() -> FlagParser:
     add = flags.add_argument_group("model", "network, tokenizer, number format are those of the folder").add_argument
     add("--load", metavar="DIR", help="folder that training saved checkpoints in")
     add("--ckpt-step", type=int, metavar="N", help="iteration of --load (default: the newest)")
-    add("--load-hf", metavar="DIR", help="Hugging Face folder, instead of --load")
+    add("--load-hf", metavar="DIR", help="Hugging Face folder or a model of a hub, OWNER/NAME, instead of --load")
+    add_folder_flags(add)
     add("--adapter", metavar="DIR", help="folder of an adapter in PEFT's format, on top of the model (default: none)")
     add = flags.add_argument_group("prompts", "any number of both, each continued on its own").add_argument
     text = "a prompt; one that begins with @ or - goes behind an equals sign: --prompt=@TEXT"

@@ -10,6 +10,7 @@ from pathlib import Path
 if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.checkpoint.options import add_folder_flags
 from megalite.config.cli import run_tool
 from megalite.config.errors import FlagError, UserError
 from megalite.config.flags import FlagParser, parse_namespace
@@ -17,8 +18,9 @@ from megalite.config.flags import FlagParser, parse_namespace
 
 def parser() -> FlagParser:
     flags = FlagParser("merge_adapter.py", "Write the Hugging Face folder --hf: a model with a LoRA adapter added.")
-    model = "Hugging Face folder of the model (or --load)"
-    flags.add_argument("--load-hf", type=Path, metavar="DIR", help=model)
+    model = "Hugging Face folder of the model, or OWNER/NAME of one on a hub (or --load)"
+    flags.add_argument("--load-hf", metavar="DIR", help=model)
+    add_folder_flags(flags.add_argument)
     flags.add_argument("--load", type=Path, metavar="DIR", help="folder of a run's checkpoints (or --load-hf)")
     flags.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
     flags.add_argument("--adapter", required=True, type=Path, metavar="DIR", help="folder in PEFT's format")
@@ -33,11 +35,13 @@ def main(arguments: list[str]) -> int:
     if given.ckpt_step is not None and given.load is None:
         raise FlagError(f"--ckpt-step {given.ckpt_step} needs --load")
     from megalite.checkpoint.huggingface.export import megalite_to_huggingface
+    from megalite.checkpoint.huggingface.hub import local_folder
     from megalite.checkpoint.storage import find_checkpoint
     from megalite.peft.merge import merge_adapter
 
     if given.load_hf is not None:
-        print(*merge_adapter(given.load_hf, given.adapter, given.hf), sep="\n")
+        source = Path(local_folder(given.load_hf, given.hub))
+        print(*merge_adapter(source, given.adapter, given.hf, given.ignore_config_field), sep="\n")
         return 0
     checkpoint = find_checkpoint(given.load, given.ckpt_step)
     if checkpoint is None:
@@ -46,7 +50,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(dir=given.hf.parent, prefix=f".{given.hf.name}.") as folder:
         base = Path(folder) / "base"
         print(*filter(None, [checkpoint.note, *megalite_to_huggingface(checkpoint, base)]), sep="\n")
-        print(*merge_adapter(base, given.adapter, given.hf), sep="\n")
+        print(*merge_adapter(base, given.adapter, given.hf, None), sep="\n")
     return 0
 
 

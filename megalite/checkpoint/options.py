@@ -6,11 +6,12 @@ Imports no torch, so that `--help` is instant and a bad flag refused at once.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megalite.config.errors import FlagError
 from megalite.config.flags import FlagParser, parse_namespace
+from megalite.config.schema_finetune import HUBS
 
 COMMANDS = {
     "hf-to-megalite": "Read the Hugging Face folder --hf, write a checkpoint of iteration 0 into --save.",
@@ -26,6 +27,14 @@ COMMANDS = {
     "fused: queries, keys and values are [groups, queries per group + key + value, head, hidden], gate and up [2, "
     "inner, hidden]. For transformers' names and shapes use megalite-to-hf.",
 }
+
+
+def add_folder_flags(add: Callable[..., object]) -> None:
+    """The flags that belong to a Hugging Face folder; `add`: a parser's `add_argument`."""
+    hub = "where OWNER/NAME in place of a folder is downloaded from (default: huggingface)"
+    add("--hub", choices=HUBS, default=HUBS[0], help=hub)
+    ignore = "fields of config.json that aren't understood and that you know to change nothing (default: none)"
+    add("--ignore-config-field", nargs="+", action="extend", default=[], metavar="NAME", help=ignore)
 
 
 def usage() -> str:
@@ -46,6 +55,8 @@ def parser(command: str) -> FlagParser:
         flags.add_argument("--hf", required=True, type=Path, metavar="DIR", help="Hugging Face folder")
         compare = "don't compare logits with transformers at the end (default: off)"
         flags.add_argument("--no-compare", action="store_true", help=compare)
+    if command == "hf-to-megalite":
+        add_folder_flags(flags.add_argument)
     if command in ("hf-to-megalite", "reshard"):
         flags.add_argument("--save", required=True, type=Path, metavar="DIR", help="new folder for the checkpoint")
     if command == "reshard":

@@ -33,6 +33,11 @@ def finetune_problems(config: RunConfig) -> Iterator[str]:
 
 def _base_problems(config: RunConfig) -> Iterator[str]:
     if config.finetune.load_hf is None:
+        fields = all_fields()
+        for name in ("hub", "ignore_config_field"):
+            field = fields[f"finetune.{name}"]
+            if get(config, field.path) != field.default:
+                yield f"{field.show(get(config, field.path))} needs --load-hf"
         return
     if config.model.preset is not None:
         yield f"--preset {config.model.preset} and --load-hf exclude each other: both say what the network is"

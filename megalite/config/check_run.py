@@ -109,6 +109,12 @@ def _recompute_problems(config: RunConfig) -> Iterator[str]:
     if granularity != "full":
         paths = ("training.recompute_method", "training.recompute_num_layers")
         yield from needs(config, False, "--recompute-granularity full", *paths)
+    if granularity == "full" and config.layout.pipeline_schedule == "zb-h1":
+        yield (
+            "--recompute-granularity full saves nothing with --pipeline-schedule zb-h1, whose waiting weight gradients "
+            "keep what each layer computed: use --pipeline-schedule 1f1b, interleaved or gpipe, or "
+            "--recompute-granularity selective"
+        )
     selective = granularity == "selective" or training.recompute_activations
     yield from needs(config, selective, "--recompute-granularity selective", "training.recompute_modules")
     for module in training.recompute_modules or []:

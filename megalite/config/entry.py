@@ -19,13 +19,14 @@ from megalite.config.flags import parse_flags
 from megalite.config.presets import preset_fields
 from megalite.config.resolve import drop_idle, resolve
 from megalite.config.schema import ROTARY, CheckpointConfig, ModelConfig, RunConfig, TokenizerConfig
-from megalite.config.schema_finetune import unnamed_classes
+from megalite.config.schema_finetune import FinetuneConfig, unnamed_classes
 
 # What `RunConfig.to_dict` wrote into the checkpoint that these flags choose; None where there is no checkpoint.
 CheckpointConfigLoader = Callable[[CheckpointConfig], Mapping[str, Mapping[str, Any]] | None]
 
-# Network and tokenizer of the folder that `--load-hf` names, and the classes that it decides between, if it does.
-BaseModelLoader = Callable[[str], tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None]]
+# Network and tokenizer of the folder that `--load-hf` names, the classes that it decides between, if it does, and notes
+# for the user. A hub's name becomes the folder that the model was downloaded into.
+BaseModelLoader = Callable[[FinetuneConfig], tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None, list[str]]]
 
 # Fields of `PeftConfig` that the folder of `--load-adapter` decides.
 AdapterLoader = Callable[[str], Mapping[str, Any]]
@@ -77,13 +78,15 @@ def fill(config: RunConfig, explicit: Collection[str], loaders: Loaders) -> list
     `--load-adapter` or a checkpoint know. Returns notes for the user; a FlagError says what is missing or
     contradicts."""
     fill_from_preset(config, explicit)
+    notes: list[str] = []
     if config.finetune.load_hf is not None and loaders.base_model is not None:
-        fill_from_base_model(config, *loaders.base_model(config.finetune.load_hf), explicit)
+        model, tokenizer, classes, notes = loaders.base_model(config.finetune)
+        fill_from_base_model(config, model, tokenizer, classes, explicit)
     if config.peft.load_adapter is not None and loaders.adapter is not None:
         fill_from_adapter(config, loaders.adapter(config.peft.load_adapter), explicit)
     if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
-        return _load_and_fill(config, explicit, loaders.checkpoint_config)
-    return []
+        notes = [*notes, *_load_and_fill(config, explicit, loaders.checkpoint_config)]
+    return notes
 
 
 def fill_from_preset(config: RunConfig, explicit: Collection[str]) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from megalite.config.schema_field import flag
 
+HUBS = ("huggingface", "modelscope")
+
 
 def unnamed_classes(count: int) -> list[str]:
     """What transformers calls classes that nobody named."""
@@ -18,7 +20,17 @@ def unnamed_classes(count: int) -> list[str]:
 class FinetuneConfig:
     """Teaching a model that exists: finetune.py alone."""
 
-    load_hf: str | None = flag(None, "Hugging Face folder to take network, weights, tokenizer and chat template from")
+    load_hf: str | None = flag(
+        None,
+        "Hugging Face folder, or OWNER/NAME of a model on a hub, to take network, weights, tokenizer and chat template "
+        "from",
+    )
+    hub: str = flag("huggingface", "where --load-hf OWNER/NAME is downloaded from", choices=HUBS)
+    ignore_config_field: list[str] | None = flag(
+        None,
+        "fields of the model's config.json that aren't understood and that you know to change nothing",
+        repeatable=True,
+    )
     task: str | None = flag(
         None,
         "lm: next tokens of --data-path; sft: answers of --sft-data; classification: labels of --sft-data; default sft "

@@ -61,7 +61,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, name: str, variables: Mapping[str, str], protect: Callable[[str], str] = str):
         """Raises UserError where `source` isn't a template."""
-        self.name, self._protect = name, protect
+        self.name, self.source, self.variables, self._protect = name, source, variables, protect
         self.marks_answers = _GENERATION_TAG.search(source) is not None
         try:
             self._template = _environment().from_string(source, globals=dict(variables))

@@ -34,15 +34,12 @@ class Microbatch:
         """From stacked arrays under the names of the fields; shares their memory."""
         return cls(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
-    def to(self, device: torch.device | str) -> Microbatch:
-        """A copy on `device`; doesn't wait for the copy where the memory is pinned."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
-
     def pin_memory(self) -> Microbatch:
         """A copy in page-locked memory."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self.map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
+        """`function` of every tensor."""
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return Microbatch(**{name: function(value) for name, value in values.items() if value is not None})
 

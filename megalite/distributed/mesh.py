@@ -100,12 +100,24 @@ class Mesh:
             groups[ranks] = dist.new_group(
                 list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
             )
-        return cls(layout, rank, device, groups)
+        mesh = cls(layout, rank, device, groups)
+        if mesh.model.process_group is not None:
+            # NCCL makes a group's communicator at its first operation, in which all its ranks must take part; of this
+            # group a few ranks alone exchange tensors later (`collectives.sum_over_ranks`).
+            dist.all_reduce(torch.zeros(1, device=device), group=mesh.model.process_group)
+        return mesh
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> Group | None:
         """The group of exactly these ranks, where this mesh has one."""
         process_group = self._process_groups.get(ranks)
         return None if process_group is None else Group(ranks, ranks.index(self.rank), process_group)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, from the host, on this rank's device, without waiting for it: from page-locked memory, since a copy
+        from other memory waits until the device has done all before."""
+        if self.device.type == "cuda" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
     def close(self) -> None:
         """Destroy the groups made here (not the default one)."""

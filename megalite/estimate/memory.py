@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config.schema import ModelConfig, RunConfig
+from megalite.config.schema import RunConfig
+from megalite.estimate.activations import compute_bytes, wide_bytes
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """In the order of ZeRO's stages."""
@@ -29,9 +30,8 @@ class MemoryEstimate:
 def estimate_memory(
     config: RunConfig,
     local_parameters: int,
-    vocab_size: int,
     *,
-    fused_attention: bool,
+    activations: int,
     ranks: int = 1,
     frozen: int = 0,
 ) -> MemoryEstimate:
@@ -39,14 +39,10 @@ def estimate_memory(
     ranks as the resolved configuration says (Rajbhandari et al. 2020). Padding is left out.
 
     In half precision that is 18 bytes a parameter without sharding, 6 + 12/d, 2 + 16/d, 18/d with the three stages.
-    Activations: Korthikanti et al. 2022, s·b·h(34 + 5as/h) a layer in half precision, twice that in float32; the
-    attention term goes with fused attention. `frozen`: how many of the parameters aren't trained; they have no state
-    and aren't shared out. The output layer's logits and their gradient are added. Of one process:
-    parallel layouts hold less.
+    `activations`: the rank's bytes of them at their most. `frozen`: how many of the parameters aren't trained; they
+    have no state and aren't shared out.
     """
-    precision = config.precision
-    compute = 2 if precision.bf16 or precision.fp16 else 8 if precision.fp64 else 4
-    wide = 8 if precision.fp64 else 4
+    compute, wide = compute_bytes(config), wide_bytes(config)
     moments = 2 if config.optimizer.optimizer == "adam" else 1
     stage = STRATEGIES.index(config.layout.data_parallel_sharding_strategy or "no_shard")
     trained = local_parameters - frozen
@@ -58,20 +54,8 @@ def estimate_memory(
         main_gradients=wide * (share if stage >= 2 else trained),
         main_parameters=wide * state if compute != wide else 0,
         moments=moments * wide * state,
-        activations=_activations(config, compute, vocab_size, fused_attention=fused_attention),
+        activations=activations,
     )
-
-
-def _activations(config: RunConfig, compute: int, vocab_size: int, *, fused_attention: bool) -> int:
-    model: ModelConfig = config.model
-    assert model.hidden_size and model.num_layers is not None and model.num_attention_heads
-    assert config.data.seq_length and config.training.micro_batch_size
-    tokens = config.data.seq_length * config.training.micro_batch_size
-    per_token = 34.0 * model.hidden_size
-    if not fused_attention:
-        per_token += 5.0 * model.num_attention_heads * config.data.seq_length
-    logits = 2 * tokens * vocab_size * compute  # and their gradient
-    return int(tokens * per_token * model.num_layers * compute / 2) + logits
 
 
 def data_parallel_bytes(

@@ -12,8 +12,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.huggingface.hub import local_folder
+from megalite.checkpoint.huggingface.travel import TEMPLATE_FILE, tokenizer_of
 from megalite.config.errors import FlagError
 from megalite.inference.chat import Dialogue, converse, open_dialogue
 from megalite.inference.load import LoadedModel, load_for_generation, load_huggingface_for_generation
@@ -22,10 +25,25 @@ from megalite.inference.text import Writing, check_text, encode_prompts
 
 
 def load(given: argparse.Namespace, overrides: Mapping[str, Any]) -> LoadedModel:
-    """The model that `--load` or `--load-hf` names."""
+    """The model that `--load` or `--load-hf` names, with the tokenizer and the chat template that lie beside
+    `--adapter` where the flags don't name others."""
+    if given.adapter is not None:
+        overrides = _spoken_by_adapter(given, overrides)
     if given.load_hf is not None:
-        return load_huggingface_for_generation(given.load_hf, given=overrides)
+        given.load_hf = local_folder(given.load_hf, given.hub)
+        return load_huggingface_for_generation(given.load_hf, given=overrides, ignored=given.ignore_config_field)
     return load_for_generation(given.load, step=given.ckpt_step, given=overrides)
+
+
+def _spoken_by_adapter(given: argparse.Namespace, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    folder = Path(given.adapter)
+    if given.chat_template is None and (folder / TEMPLATE_FILE).is_file():
+        given.chat_template = str(folder / TEMPLATE_FILE)
+    found = tokenizer_of(folder, 1)
+    if found.tokenizer_type == "NullTokenizer" or any(path.startswith("tokenizer.") for path in overrides):
+        return overrides
+    theirs = {f"tokenizer.{name}": value for name, value in vars(found).items() if value is not None}
+    return {**overrides, **theirs}
 
 
 def run(loaded: LoadedModel, given: argparse.Namespace, options: GenerationOptions) -> None:

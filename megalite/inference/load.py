@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -22,7 +22,7 @@ from megalite.checkpoint.checkpoint import load_checkpoint, read_config
 from megalite.checkpoint.huggingface.config import read_huggingface_config
 from megalite.checkpoint.huggingface.files import TensorFiles
 from megalite.checkpoint.huggingface.load import load_huggingface
-from megalite.checkpoint.huggingface.travel import origin, tokenizer_of
+from megalite.checkpoint.huggingface.travel import holds_tokenizer, origin, tokenizer_of
 from megalite.checkpoint.metadata import describe
 from megalite.checkpoint.storage import CONFIG_FILE, find_checkpoint, read_json
 from megalite.config.errors import FlagError, UserError
@@ -71,8 +71,9 @@ class LoadedModel:
         return None if each is None else each * (self.context - 1)
 
     def with_adapter(self, folder: str, notes: Iterable[str]) -> LoadedModel:
-        """What it is once the adapter in `folder` has been put on."""
-        return dataclasses.replace(self, name=f"{self.name}+{_name_of(folder)}", notes=[*self.notes, *notes])
+        """What it is once the adapter in `folder` has been put on, which may know more ends of a text."""
+        name, ends = f"{self.name}+{_name_of(folder)}", self.ends | stored_ends(Path(folder))
+        return dataclasses.replace(self, name=name, notes=[*self.notes, *notes], ends=ends)
 
 
 def load_for_generation(root: str, *, step: int | None = None, given: Mapping[str, Any] | None = None) -> LoadedModel:
@@ -88,16 +89,19 @@ def load_for_generation(root: str, *, step: int | None = None, given: Mapping[st
     config = override(read_config(found.path), given or {})
     embedding = describe(found.path).get(EMBEDDING_KEY)
     _check_kind(found.path, config, whole_model=embedding is not None)
-    source = origin(Path(root), config.tokenizer)
+    source = origin(Path(root), config)
     prepared = _Prepared(config, str(found.path), None if embedding is None else embedding.shape[0], source)
     load_checkpoint(found.path, mesh=prepared.mesh, pieces=prepared.pieces(), strict=True)
     notes = [found.note] if found.note else []
     return prepared.loaded(root, [*notes, f"iteration {found.iteration} of {root}"])
 
 
-def load_huggingface_for_generation(folder: str, *, given: Mapping[str, Any] | None = None) -> LoadedModel:
-    """The model of a Hugging Face folder, in the number format that it is stored in. `given` and errors as above."""
-    found = read_huggingface_config(folder)
+def load_huggingface_for_generation(
+    folder: str, *, given: Mapping[str, Any] | None = None, ignored: Collection[str] = ()
+) -> LoadedModel:
+    """The model of a Hugging Face folder, in the number format that it is stored in. `given` and errors as above.
+    `ignored`: see `read_huggingface_config`."""
+    found = read_huggingface_config(folder, ignored)
     if found.classes is not None:
         raise UserError(f"--load-hf {folder} is a classifier ({', '.join(found.classes)}); it writes no text")
     config = RunConfig(model=found.model, tokenizer=tokenizer_of(Path(folder), found.vocab_size))
@@ -111,7 +115,7 @@ def load_huggingface_for_generation(folder: str, *, given: Mapping[str, Any] | N
     config = override(config, given or {})
     prepared = _Prepared(config, folder, found.vocab_size, Path(folder))
     load_huggingface(folder, mesh=prepared.mesh, pieces=prepared.pieces())
-    return prepared.loaded(folder, [folder])
+    return prepared.loaded(folder, [*found.notes, folder])
 
 
 class _Prepared:
@@ -135,7 +139,8 @@ class _Prepared:
         """`notes`: the last one names what was loaded."""
         precision = Precision.from_config(self.config.precision).name
         notes[-1] += f", {precision} on {self.mesh.device}"
-        ends = _stored_ends(self.source)
+        own = self.source is not None and holds_tokenizer(self.source, self.config.tokenizer)
+        ends = stored_ends(self.source) if own else set()
         if self.tokenizer.eod is not None:
             ends.add(self.tokenizer.eod)
         unknown = torch.tensor(unknown_ids(self.tokenizer, self.rows), dtype=torch.int64)
@@ -176,10 +181,11 @@ def _check_kind(path: Path, config: RunConfig, *, whole_model: bool) -> None:
     if config.finetune.task == "classification":
         raise UserError(f"the checkpoint {path} was trained to classify; it writes no text")
     if config.peft.peft != "none" and not whole_model:
-        base = config.finetune.load_hf or "the model's folder"
+        base = config.finetune.load_hf or "MODEL"
+        adapter = config.peft.save_adapter or "FOLDER_OF_SAVE_ADAPTER"
         raise UserError(
-            f"the checkpoint {path} holds only what was trained beside a model: use --load-hf {base}, and --adapter "
-            "with what finetune.py wrote for --save-adapter"
+            f"the checkpoint {path} holds only what was trained beside a model: use --load-hf {base} "
+            f"--adapter {adapter}"
         )
 
 
@@ -196,7 +202,7 @@ def _check_vocabulary(rows: int, tokenizer: Tokenizer, config: RunConfig, where:
         )
 
 
-def _stored_ends(source: Path | None) -> set[int]:
+def stored_ends(source: Path | None) -> set[int]:
     """The ids that end a text by a Hugging Face folder's generation settings, else by its `config.json`."""
     for file in ("generation_config.json", CONFIG_FILE):
         if source is None or not (source / file).is_file():

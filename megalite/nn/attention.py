@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
+from megalite.config.schema import RunConfig
 from megalite.distributed import random
+from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.param_spec import Init, grouped_qkv
 from megalite.nn.attention_backend import AttentionBackend, bounded_window
 from megalite.nn.dropout import dropout
@@ -23,6 +26,9 @@ from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.nn.module import Build, SequenceInfo, ShardedModule
 from megalite.nn.norm import Norm
 from megalite.nn.rotary import rotate
+from megalite.precision.policy import Precision
+
+_TRIED_TOKENS = 128
 
 
 def visibility(info: SequenceInfo, queries: int, window: int | None) -> Tensor | None:
@@ -114,8 +120,9 @@ class CoreAttention:
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, training: bool) -> Tensor:
         grouped = q.shape[1] != k.shape[1]
-        if grouped and q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
-            # Only half-precision kernels share keys there; without copies the slow one with an s² matrix would run.
+        half = q.dtype in (torch.bfloat16, torch.float16)
+        if grouped and q.is_cuda and not (half and self.backend.shares_keys):
+            # Few half-precision kernels share keys there; without copies the slow one with an s² matrix would run.
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             grouped = False
         chosen = sdpa_kernel(list(self.backend.sdpa)) if self.backend.sdpa else contextlib.nullcontext()
@@ -145,6 +152,37 @@ class CoreAttention:
         )
         assert isinstance(out, Tensor)
         return out.view(batch, length, -1).transpose(0, 1)
+
+
+def try_kernel(config: RunConfig, backend: AttentionBackend, device: torch.device) -> None:
+    """Run the kernel that was asked for once on a few tokens, forward and backward. A ValueError says that it can't do
+    what the configuration asks for on this device. Where torch may fall back on plain products nothing can fail."""
+    if backend.kernel == "unfused" or not (backend.kernel == "varlen" or backend.sdpa):
+        return
+    model = config.model
+    assert config.data.seq_length and model.num_attention_heads and model.kv_channels
+    length, queries = min(config.data.seq_length, _TRIED_TOKENS), model.num_attention_heads // model.num_query_groups
+    precision = Precision.from_config(config.precision)
+    q, k, v = (
+        torch.zeros(length, 1, heads, model.kv_channels, dtype=precision.compute, device=device, requires_grad=True)
+        for heads in (queries, 1, 1)
+    )
+    index = torch.arange(length, device=device)
+    apart = config.data.reset_attention_mask or config.finetune.sft_packing
+    documents = torch.zeros(1, length, dtype=torch.int32, device=device) if apart else None
+    info = SequenceInfo(index[None], index, documents, dropout_keys=torch.zeros(1, dtype=torch.int64, device=device))
+    attention = CoreAttention(Build(model, single_process_mesh(device), precision), backend, 0)
+    with warnings.catch_warnings(record=True) as reasons:
+        warnings.simplefilter("always")
+        try:
+            attention(q, k, v, info).sum().backward()
+        except RuntimeError as error:
+            first = [str(reason.message).partition(" (Triggered")[0] for reason in reasons]
+            said = "; ".join([str(error).partition("\n")[0], *first])
+            raise ValueError(
+                f"--attention-backend {model.attention_backend} can't run this network on {device.type}: {said}. Use "
+                "--attention-backend auto or unfused"
+            ) from None
 
 
 class SelfAttention(ShardedModule):

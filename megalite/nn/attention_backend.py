@@ -7,7 +7,7 @@ the kernels of `scaled_dot_product_attention` drop out from torch's own stream.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.nn.attention import SDPBackend
 
@@ -22,6 +22,11 @@ class AttentionBackend:
     kernel: str
     sdpa: tuple[SDPBackend, ...]
     reason: str
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether one of the kernels reads grouped keys and values without copies, in half precision on CUDA."""
+        return not self.sdpa or not {SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION}.isdisjoint(self.sdpa)
 
 
 def bounded_window(config: ModelConfig) -> int | None:
@@ -40,7 +45,8 @@ def choose_backend(config: RunConfig, device_type: str) -> AttentionBackend:
     if asked in ("unfused", "local"):
         return AttentionBackend("unfused", (), f"--attention-backend {asked}")
     if device_type == "cuda":
-        return _cuda_backend(asked, half=half, masked=masked, drops=drops)
+        backend = _cuda_backend(asked, half=half, masked=masked, drops=drops)
+        return _in_fixed_order(backend) if config.training.deterministic_mode else backend
     if drops:
         if asked != "auto":
             raise ValueError(
@@ -51,6 +57,15 @@ def choose_backend(config: RunConfig, device_type: str) -> AttentionBackend:
     # A CPU has one fused kernel, by the name of flash attention.
     sdpa = () if asked == "auto" else (SDPBackend.FLASH_ATTENTION,)
     return AttentionBackend("sdpa", sdpa, "the CPU kernel of scaled_dot_product_attention")
+
+
+def _in_fixed_order(backend: AttentionBackend) -> AttentionBackend:
+    """Without cuDNN's kernel, whose backward sums in any order; the others' have a fixed one when torch asks for it."""
+    if backend.kernel != "sdpa":
+        return backend
+    every = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    kernels = tuple(kernel for kernel in backend.sdpa or every if kernel != SDPBackend.CUDNN_ATTENTION)
+    return replace(backend, sdpa=kernels, reason=f"{backend.reason}; deterministic")
 
 
 def _cuda_backend(asked: str, *, half: bool, masked: bool, drops: bool) -> AttentionBackend:

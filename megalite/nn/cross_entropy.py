@@ -51,7 +51,7 @@ class _CrossEntropy(torch.autograd.Function):
             shifted = logits[part].to(wide) - top[part, None]
             if columns:
                 picked = shifted.gather(1, local[part, None]).squeeze(1)
-                sums[1, part] = picked * here[part]
+                sums[1, part] = picked.where(here[part], 0.0)  # not times 0: another's column may be infinite
             if smoothing:
                 sums[2, part] = shifted.sum(dim=1)
             sums[0, part] = shifted.exp_().sum(dim=1)

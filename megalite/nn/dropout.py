@@ -15,18 +15,18 @@ from megalite.distributed import random
 
 
 class _ScaledMask(torch.autograd.Function):
-    """x * keep * scale, keeping the mask as booleans."""
+    """x * scale where `keep` is, else 0, even where x is infinite. Keeps the mask as booleans."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(keep)
         ctx.scale = scale
-        return (x * keep).mul_(scale)
+        return x.where(keep, 0.0).mul_(scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (keep,) = ctx.saved_tensors
-        return (grads[0] * keep).mul_(ctx.scale), None, None
+        return grads[0].where(keep, 0.0).mul_(ctx.scale), None, None
 
 
 def dropout(x: Tensor, drop: float, keys: Tensor, index: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def dropout(x: Tensor, drop: float, keys: Tensor, index: Tensor) -> Tensor:
     if drop == 0.0:
         return x
     if drop >= 1.0:
-        return x * 0.0
+        return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0.0)
     keep = random.keep_mask(keys, index, drop)
     return cast(Tensor, _ScaledMask.apply(x, keep, 1.0 / (1.0 - drop)))
 

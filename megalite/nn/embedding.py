@@ -78,8 +78,8 @@ class VocabularyParallelEmbedding(ShardedModule):
             return lookup(self.weight, ids)
         local = ids - self.first_row
         here = (local >= 0) & (local < self.weight.shape[0])
-        rows = lookup(self.weight, local.where(here, 0))
-        return reduce_from_group(rows * here.unsqueeze(-1), self.group, sequence_parallel=self.scatter and not whole)
+        rows = lookup(self.weight, local.where(here, 0)).where(here.unsqueeze(-1), 0.0)
+        return reduce_from_group(rows, self.group, sequence_parallel=self.scatter and not whole)
 
 
 class PositionEmbedding(ShardedModule):

@@ -38,21 +38,32 @@ def accumulate_weight_gradient(main_grad: Tensor, grad: Tensor, x: Tensor) -> No
         main_grad.add_(grad.t() @ x)
 
 
-def _product(x: Tensor, weight: Tensor, onto: Tensor | None, rows: int | None, gathered: Group | None) -> Tensor:
-    """x W^T, or `onto` with that added. `gathered`: ranks whose `x` are put together first."""
-    if gathered is not None:
-        x = start_all_gather(x, gathered).wait()
+def _whole(part: Tensor, group: Group | None) -> Tensor:
+    """The whole sequence of which the ranks of `group` hold parts; None: `part` is it."""
+    return part if group is None else start_all_gather(part, group).wait()
+
+
+def _product(
+    x: Tensor, weight: Tensor, onto: Tensor | None, rows: int | None, gather: Group | None, scatter: Group | None
+) -> Tensor:
+    """x W^T, or `onto` with that added. `gather`: ranks whose `x` are put together first. `scatter`: ranks whose
+    results are summed, of which each keeps its part of the sequence."""
+    x = _whole(x, gather)
     matrix = weight.view(-1, x.shape[-1])[:rows]
     if onto is None:
-        return F.linear(x, matrix)
+        y = F.linear(x, matrix)
+        return y if scatter is None else start_reduce_scatter(y, scatter).wait()
     onto.flatten(0, -2).addmm_(x.flatten(0, -2), matrix.t())
     return onto
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T for an input that is equal on the group's ranks, or with `gather` cut along the sequence over them.
+    """x W^T for an input that is equal on the ranks of `group`, or cut along the sequence over those of `gather`; or
+    for one whose columns are cut over the ranks of `scatter`.
 
-    In the backward the input's gradient is summed over the ranks while the weight's gradient is computed.
+    In the backward the input's gradient is summed over the ranks while the weight's gradient is computed. Where that
+    waits, it waits with this rank's parts of the sequence alone, and gathers them again when its turn comes: all ranks
+    take such turns in the same order.
     """
 
     @staticmethod
@@ -63,51 +74,57 @@ class _Linear(torch.autograd.Function):
         onto: Tensor | None,
         rows: int | None,
         group: Group | None,
-        gather: bool,
+        gather: Group | None,
+        scatter: Group | None,
         gradients: WeightGradients | None,
     ) -> Tensor:
         # A frozen weight needs no input kept for its gradient.
         ctx.save_for_backward(weight, *([x] if ctx.needs_input_grad[1] else []))
-        ctx.rows, ctx.group, ctx.gather, ctx.gradients = rows, group, gather, gradients
+        ctx.rows, ctx.group, ctx.gather, ctx.scatter, ctx.gradients = rows, group, gather, scatter, gradients
         ctx.inputs = x.shape[-1]
         ctx.sink = sink_of(weight)  # recomputation hands the backward another tensor, without it
         if onto is not None:
             ctx.mark_dirty(onto)
-        return _product(x, weight, onto, rows, group if gather else None)
+        return _product(x, weight, onto, rows, gather, scatter)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
-        grad, group = grads[0], ctx.group
         matrix = weight.view(-1, ctx.inputs)[: ctx.rows]
-        gathered = [start_all_gather(x, group) if group is not None and ctx.gather else Pending(x) for x in kept]
+        waits = ctx.sink is not None and ctx.gradients is not None and ctx.gradients.deferred
+        if waits and kept:
+            ctx.gradients.jobs.append(partial(_fill_sink, ctx.sink, grads[0], kept.pop(), ctx.scatter, ctx.gather))
+        grad = _whole(grads[0], ctx.scatter)
+        gathered = [Pending(x) if ctx.gather is None else start_all_gather(x, ctx.gather) for x in kept]
         x_grad = Pending(grad @ matrix) if ctx.needs_input_grad[0] else None
         x_full = [pending.wait() for pending in gathered]
-        if x_grad is not None and group is not None:
-            start = start_reduce_scatter if ctx.gather else start_all_reduce
-            x_grad = start(x_grad.result, group)
-        weight_grad = _weight_gradient(weight, grad, x_full[0], ctx) if x_full else None
+        if x_grad is not None and ctx.gather is not None:
+            x_grad = start_reduce_scatter(x_grad.result, ctx.gather)
+        elif x_grad is not None and ctx.group is not None:
+            x_grad = start_all_reduce(x_grad.result, ctx.group)
+        weight_grad = _weight_gradient(weight, grad, x_full[0], ctx.sink) if x_full else None
         onto_grad = grad if ctx.needs_input_grad[2] else None
-        return None if x_grad is None else x_grad.wait(), weight_grad, onto_grad, None, None, None, None
+        return None if x_grad is None else x_grad.wait(), weight_grad, onto_grad, None, None, None, None, None
 
 
-def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, ctx: Any) -> Tensor | None:
-    """Put the weight's gradient into its sink, now or later; or return it where there is none."""
+def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, sink: GradientSink | None) -> Tensor | None:
+    """Put the weight's gradient into its sink, or return it where there is none."""
+    if sink is not None:
+        _fill_sink(sink, grad, x)
+        return None
     flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
-    if ctx.sink is None:
-        result = torch.zeros_like(weight)
-        result.view(-1, flat_x.shape[1])[: flat_grad.shape[1]] = flat_grad.t() @ flat_x
-        return result
-    job = partial(_fill_sink, ctx.sink, flat_grad, flat_x)
-    if ctx.gradients is None:
-        job()
-    else:
-        ctx.gradients.add(job)
-    return None
+    result = torch.zeros_like(weight)
+    result.view(-1, flat_x.shape[1])[: flat_grad.shape[1]] = flat_grad.t() @ flat_x
+    return result
 
 
-def _fill_sink(sink: GradientSink, grad: Tensor, x: Tensor) -> None:
-    accumulate_weight_gradient(sink.target().view(-1, x.shape[1])[: grad.shape[1]], grad, x)
+@torch.no_grad()
+def _fill_sink(
+    sink: GradientSink, grad: Tensor, x: Tensor, scattered: Group | None = None, gathered: Group | None = None
+) -> None:
+    """Add grad^T x. `scattered`, `gathered`: ranks that hold the other parts of the sequence of `grad`, of `x`."""
+    flat_grad, flat_x = _whole(grad, scattered).flatten(0, -2), _whole(x, gathered).flatten(0, -2)
+    accumulate_weight_gradient(sink.target().view(-1, flat_x.shape[1])[: flat_grad.shape[1]], flat_grad, flat_x)
     sink.arrived()
 
 
@@ -117,6 +134,7 @@ def linear(
     group: Group | None = None,
     *,
     gather: bool = False,
+    scatter: bool = False,
     rows: int | None = None,
     onto: Tensor | None = None,
     gradients: WeightGradients | None = None,
@@ -124,14 +142,19 @@ def linear(
     """`x` [s, ..., in] times the transpose of `weight` [..., in] flattened to [out, in]: [s, ..., out].
 
     `group`: ranks that hold different rows of the weight; the input's gradient is summed over them. `gather`: each of
-    them holds only its part of the input's first dimension. `rows`: only the first so many outputs. `onto`: a tensor
-    that the result is added to in place, which nothing else may need the old values of.
+    them holds only its part of the input's first dimension. `scatter`: `group` holds different columns of input and
+    weight instead; the output is summed over it, and each rank keeps its part of the first dimension. `rows`: only the
+    first so many outputs. `onto`: a tensor that the result is added to in place, which nothing else may need the old
+    values of.
     """
+    assert not (scatter and (gather or onto is not None))
     if group is not None and group.size == 1:
         group = None
+    gathered, scattered = group if gather else None, group if scatter else None
     if not torch.is_grad_enabled():
-        return _product(x, weight, onto, rows, group if gather else None)
-    return cast(Tensor, _Linear.apply(x, weight, onto, rows, group, gather, gradients))
+        return _product(x, weight, onto, rows, gathered, scattered)
+    same = None if gather or scatter else group
+    return cast(Tensor, _Linear.apply(x, weight, onto, rows, same, gathered, scattered, gradients))
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -193,8 +216,10 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
         """`x` [s, b, in / tp] → [s, b, out], equal on all ranks (or this rank's part of s)."""
-        y = linear(x, self.weight, gradients=self.gradients)
-        y = reduce_from_group(y, self.group, sequence_parallel=self.scatter)
+        if self.scatter:
+            y = linear(x, self.weight, self.group, scatter=True, gradients=self.gradients)
+        else:
+            y = reduce_from_group(linear(x, self.weight, gradients=self.gradients), self.group)
         if self.bias is not None:
             y = y + self.bias
         return y if self.lora is None else cast(Tensor, self.lora(y, x, info))

@@ -28,10 +28,11 @@ class TransformerLayer(ShardedModule):
 
     def forward(self, x: Tensor, info: SequenceInfo, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """`x` [s, b, h] → [s, b, h]."""
-        normed = self.recompute.run("layernorm", self.input_layernorm, x)
-        x = x + self._drop(self.self_attention(normed, info, rotary), info, "attention output")
-        normed = self.recompute.run("layernorm", self.pre_mlp_layernorm, x)
-        return x + self._drop(self.recompute.run("mlp", self.mlp, normed, info), info, "mlp output")
+        run = self.recompute.run_normed
+        y = run("attention", self.self_attention, self.input_layernorm, x, info, rotary)
+        x = x + self._drop(y, info, "attention output")
+        y = run("mlp", self.mlp, self.pre_mlp_layernorm, x, info)
+        return x + self._drop(y, info, "mlp output")
 
     def _drop(self, x: Tensor, info: SequenceInfo, site: str) -> Tensor:
         return hidden_dropout(x, self.drop, info.dropout_keys, info.token_index, self.number, site)

@@ -10,18 +10,11 @@ from collections.abc import Callable
 
 
 class WeightGradients:
-    """Runs jobs at once or, while `deferred`, keeps them until somebody takes them."""
+    """Keeps the jobs that layers leave here while `deferred`, until somebody takes them."""
 
     def __init__(self) -> None:
         self.deferred = False
         self.jobs: list[Callable[[], None]] = []
-
-    def add(self, job: Callable[[], None]) -> None:
-        """Run `job` now or keep it."""
-        if self.deferred:
-            self.jobs.append(job)
-        else:
-            job()
 
     def take(self) -> list[Callable[[], None]]:
         """The jobs kept so far, in order; none is kept afterwards."""

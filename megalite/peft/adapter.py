@@ -6,7 +6,7 @@ loading takes each rank's out of the whole. An adapter is small enough to be who
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from megalite.nn.module import named_specs
 from megalite.optimizer.gradient_norm import holders
 from megalite.peft.apply import Scale, apply_peft, prompt_from_text, scales_of
 from megalite.peft.convert import PROMPT, from_peft, to_peft
-from megalite.peft.files import read_adapter, settle, write_adapter
+from megalite.peft.files import read_adapter, settle, write_adapter, write_beside
 from megalite.peft.modules import widths_of
 from megalite.precision.policy import Precision
 
@@ -131,11 +131,14 @@ def save_adapter(
     sharded: bool,
     base: str | None = None,
     class_names: Sequence[str] | None = None,
+    beside: Callable[[], Mapping[str, bytes]] = dict,
 ) -> None:
     """Write `directory` in PEFT's format from the trained parameters' pieces. Collective over the world.
 
     `sharded`: as the optimizer's `sharding.parameters`. `base`: the model's Hugging Face folder, where known.
-    `class_names`: a classifier's, in order. All ranks raise the same error where it can't be written.
+    `class_names`: a classifier's, in order. `beside`: the files of tokenizer, chat template and generation settings
+    that the model was trained with, as PEFT's users keep them there. All ranks raise the same error where it can't be
+    written.
     """
     values = gather(pieces, mesh, sharded=sharded)
     error: str | None = None
@@ -143,6 +146,7 @@ def save_adapter(
         try:
             config, tensors = to_peft(values, model, plan.peft, plan.scales, vocab_size, base)
             write_adapter(directory, config, tensors, class_names)
+            write_beside(directory, beside())
         except UserError as raised:
             error = str(raised)
     error = broadcast_object(error, mesh.world)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import regex
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -22,6 +24,7 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.checkpoint.huggingface.architecture import CLASSIFIER
 from megalite.checkpoint.huggingface.classes import labels_json, read_classes
+from megalite.checkpoint.huggingface.travel import read_small_files
 from megalite.checkpoint.storage import read_json
 from megalite.config.check_peft import contradiction
 from megalite.config.errors import FlagError, UserError
@@ -50,9 +53,34 @@ _INERT = """
     prefix_projection prompt_tuning_init prompt_tuning_init_text qalora_group_size revision runtime_config token_dim
     tokenizer_kwargs tokenizer_name_or_path
 """
+_TABLES = ("lm_head", "embed_tokens", "wte")  # what architectures call them
+_LONGEST = 1000  # characters of a pattern
+_SECONDS = 5.0  # for all patterns: thousands of times what those of real adapters take
 _KNOWN = frozenset((_HONOURED + _INERT).split())
 # How the matrices started. The other ways (pissa, olora, ...) change the model's own weights too.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+class Patterns:
+    """Matches the patterns of one `adapter_config.json`, within a bound of processor time for all of them together.
+
+    Whoever made the file chose them, and a few characters are enough to keep a matcher busy for years.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.seconds = path, _SECONDS
+
+    def fit(self, pattern: str, module: str) -> bool:
+        """Whether a pattern fits the whole name of a module. A `CheckpointError` where time has run out."""
+        begin = time.process_time()
+        try:
+            return regex.fullmatch(pattern, module, timeout=max(self.seconds, 1e-6)) is not None
+        except TimeoutError:
+            raise CheckpointError(
+                f"{self.path}: its patterns take too long; write names of modules in place of {pattern[:80]!r}"
+            ) from None
+        finally:
+            self.seconds -= time.process_time() - begin
 
 
 @dataclass(frozen=True)
@@ -63,6 +91,7 @@ class Adapter:
     kind: str
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    patterns: Patterns
 
     def number(self, name: str) -> float:
         """A positive number of the configuration."""
@@ -76,19 +105,29 @@ class Adapter:
     def _by_pattern(self, patterns: str, module: str, usual: str) -> float:
         """A number of one module: of the first pattern that fits its name, else the usual one."""
         table = self.config.get(patterns) or {}
-        found = next((number for key, number in table.items() if re.match(rf"(.*\.)?({key})$", module)), None)
+        found = next((table[key] for key in table if self.patterns.fit(rf"(.*\.)?({key})", module)), None)
         return self.number(usual) if found is None else found
 
     def targets(self, module: str) -> bool | None:
         """Whether the configuration puts matrices beside a module, given by its full name; None: it doesn't say."""
-        wanted = _matches(self.config.get("target_modules"), module)
+        wanted = self._matches("target_modules", module)
         layers, number = self.config.get("layers_to_transform"), re.search(r"\.(\d+)\.", module)
         if layers is not None and number is not None:
             wanted = wanted and int(number[1]) in (layers if isinstance(layers, list) else [layers])
-        return wanted and not _matches(self.config.get("exclude_modules"), module)
+        return wanted and not self._matches("exclude_modules", module)
+
+    def _matches(self, field: str, module: str) -> bool | None:
+        """Whether a list of names or a pattern means a module; None where there are none."""
+        names = self.config.get(field)
+        if not names or names == "all-linear":
+            return None
+        if isinstance(names, str):
+            return self.patterns.fit(names, module)
+        return any(f".{module}".endswith(f".{name}") for name in names)
 
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         """LoRA's A [rank, in] and B [out, rank] by the full name of the module."""
+        self._refuse_tables()
         found: dict[str, dict[str, Tensor]] = {}
         for name, tensor in self.tensors.items():
             match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_(A|B)\.weight", name)
@@ -107,6 +146,16 @@ class Adapter:
                     f"{told:g}"
                 )
         return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
+
+    def _refuse_tables(self) -> None:
+        """Raise where the adapter changes the embedding of tokens or the output over them."""
+        table = next((word for name in self.tensors for word in _TABLES if f".{word}." in name), None)
+        if table is not None:
+            raise CheckpointError(
+                f"{self.where / WEIGHTS_FILE} has weights of {table}, a table over the vocabulary, which an adapter "
+                f"can't change here. Train it without {table} in target_modules, or let PEFT add it to the model "
+                "(merge_and_unload, then save_pretrained) and give that folder as --load-hf"
+            )
 
     def embeddings(self) -> Tensor:
         """The vectors [n, width] of a prefix or prompt."""
@@ -138,7 +187,7 @@ def read_adapter(directory: str | Path) -> Adapter:
             raise CheckpointError(f"{path}: {name} is of {str(tensor.dtype).removeprefix('torch.')}, no number format")
         if not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{path}: {name} holds numbers that aren't finite")
-    return Adapter(where, KINDS[config["peft_type"]], config, tensors)
+    return Adapter(where, KINDS[config["peft_type"]], config, tensors, Patterns(where / CONFIG_FILE))
 
 
 def _read_config(where: Path) -> dict[str, Any]:
@@ -191,19 +240,12 @@ def _check_names(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_pattern(pattern: str, name: str, path: Path) -> None:
+    if len(pattern) > _LONGEST:
+        raise CheckpointError(f"{path}: {name} is a pattern of {len(pattern)} characters; at most {_LONGEST} are read")
     try:
-        re.compile(pattern)
-    except re.error as error:
+        regex.compile(pattern)
+    except regex.error as error:
         raise CheckpointError(f"{path}: {name} {pattern!r} is no regular expression ({error})") from None
-
-
-def _matches(names: Any, module: str) -> bool | None:
-    """Whether a list of names or a pattern means a module; None where there are none."""
-    if not names or names == "all-linear":
-        return None
-    if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
-    return any(f".{module}".endswith(f".{name}") for name in names)
 
 
 def _positive(config: Mapping[str, Any], name: str, path: Path) -> float:
@@ -287,6 +329,17 @@ def write_adapter(
     with replacing(str(where / WEIGHTS_FILE)) as stream:
         stream.write(save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt"}))
     _write_json(where / CONFIG_FILE, config)
+
+
+def write_beside(directory: str | Path, files: Mapping[str, bytes]) -> None:
+    """Write small files of tokenizer, template and generation settings into an adapter's folder, each whole or not at
+    all; those of an older adapter go. A `UserError` where that fails."""
+    where = Path(directory)
+    for name in read_small_files(where).keys() - files.keys():
+        (where / name).unlink()
+    for name, content in files.items():
+        with replacing(str(where / name)) as stream:
+            stream.write(content)
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -7,9 +7,8 @@ over the vocabulary, in the files and in `config.json`.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +18,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.huggingface.classes import classifier_json, padding_id, padding_notes
+from megalite.checkpoint.huggingface.classes import (
+    classifier_json,
+    padding_id,
+    padding_notes,
+    with_number_format,
+)
 from megalite.checkpoint.huggingface.config import HuggingFaceModel, read_huggingface_config
 from megalite.checkpoint.huggingface.files import INDEX_FILE, SINGLE_FILE, TensorFiles, new_folder, write_index
-from megalite.checkpoint.huggingface.travel import copy_small_files, find_tokenizer, tokenizer_of
+from megalite.checkpoint.huggingface.travel import (
+    GENERATION_FILE,
+    find_tokenizer,
+    laid_over,
+    read_small_files,
+    to_json,
+    tokenizer_of,
+    write_small_files,
+)
 from megalite.checkpoint.huggingface.weights import OUTPUT
 from megalite.checkpoint.storage import CONFIG_FILE, read_json
 from megalite.config.schema_finetune import unnamed_classes
@@ -75,13 +87,14 @@ class _Merge:
     Raises a `CheckpointError` where the adapter isn't LoRA or is of another model.
     """
 
-    def __init__(self, source: Path, added: Adapter, files: TensorFiles):
+    def __init__(self, source: Path, added: Adapter, files: TensorFiles, ignored: Collection[str] | None):
         self.source, self.added, self.files = source, added, files
         if added.kind != "lora":
             raise CheckpointError(
-                f"{added.where} is a {added.kind}: it has vectors of its own, which no weight can take up"
+                f"{added.where} is a {added.kind}: it has vectors of its own, which no weight can take up. Use it "
+                f"beside the model: python tools/generate.py --load-hf {source} --adapter {added.where} --chat"
             )
-        self.found: HuggingFaceModel = read_huggingface_config(source)
+        self.found: HuggingFaceModel = read_huggingface_config(source, ignored)
         self.rounding = Rounding()
         prefix = self.found.architecture.prefix
         self.bare = not any(name.startswith(prefix) for name in files.stored)  # a model without output or head
@@ -114,10 +127,10 @@ class _Merge:
             save_file(content, target / file, metadata={"format": "pt"})
             places |= dict.fromkeys(content, file)
             nbytes += sum(tensor.nbytes for tensor in content.values())
-        copy_small_files(self.source, target, config=self.head is None)
+        write_small_files(target, laid_over(read_small_files(self.source), read_small_files(self.added.where)))
         if not (self.source / SINGLE_FILE).exists():
             write_index(target, places, nbytes)
-        return [str(self.rounding), *([] if self.head is None else self._write_config(target))]
+        return [str(self.rounding), *self.found.notes, *self._write_config(target)]
 
     def _names_by_file(self) -> Mapping[str, list[str]]:
         """The stored tensors that go on, and the head in the place of the output."""
@@ -149,29 +162,38 @@ class _Merge:
         return _merged(tensor, self.changes[name], self.rounding) if name in self.changes else tensor
 
     def _write_config(self, target: Path) -> list[str]:
-        """`config.json` of a classifier; lines for the user."""
+        """`config.json`, with the ends of a text that the adapter's folder names; lines for the user."""
         found, values = self.found, read_json(self.source / CONFIG_FILE)
-        given = tokenizer_of(self.source, found.vocab_size)
+        weight = next(iter(self.changes))
+        values = with_number_format(values, str(self.files.stored[weight].dtype).removeprefix("torch."))
+        beside = self.added.where / GENERATION_FILE
+        told = read_json(beside) if beside.is_file() else {}
+        values |= {name: value for name, value in told.items() if name.endswith("_token_id")}
+        if self.head is None:
+            (target / CONFIG_FILE).write_bytes(to_json(values))
+            return []
+        given = tokenizer_of(target, found.vocab_size)
         # Without its files the tokenizer that was used is unknown, and may end texts with any id: none is guessed.
         tokenizer = None if given.tokenizer_type == "NullTokenizer" else find_tokenizer(given)
         padding = padding_id(tokenizer, values.get("pad_token_id"), found.vocab_size)
         values = classifier_json(values, found.architecture, self.names, padding)
-        (target / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        (target / CONFIG_FILE).write_bytes(to_json(values))
         return [f"a classifier: {', '.join(self.names)}", *padding_notes(padding)]
 
 
-def merge_adapter(source: Path, adapter: Path, target: Path) -> list[str]:
+def merge_adapter(source: Path, adapter: Path, target: Path, ignored: Collection[str] | None = ()) -> list[str]:
     """Write the Hugging Face folder `target`, which must not exist or be empty: `source` with the LoRA adapter added;
     lines for the user, the first with the error of rounding.
 
-    With the adapter of a classifier it becomes one of transformers' `ForSequenceClassification`. All else is copied as
-    it is. Raises a `CheckpointError`, and nothing of the attempt stays, where a folder is damaged, the adapter isn't
-    LoRA or is of another model.
+    With the adapter of a classifier it becomes one of transformers' `ForSequenceClassification`. Tokenizer, template
+    and ends of a text that lie beside the adapter replace the folder's; all else is copied as it is. `ignored`: see
+    `read_huggingface_config`. Raises a `CheckpointError`, and nothing of the attempt stays, where a folder is damaged,
+    the adapter isn't LoRA or is of another model.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"--hf {target} exists and is no empty folder: choose a new one")
     with TensorFiles(source) as files:
-        merge = _Merge(source, read_adapter(adapter), files)
+        merge = _Merge(source, read_adapter(adapter), files, ignored)
         with new_folder(target) as temporary:
             return merge.write(temporary)
 

@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -66,13 +66,14 @@ def computing(spans: list[Span]) -> list[Span]:
     return [span for span in spans if span.action.kind not in COMMUNICATION]
 
 
-def peak_live(actions: list[Action]) -> int:
+def peak_live(actions: list[Action], sizes: Sequence[int] | None = None) -> int:
     """The most activations held at once: from a forward until the backward, or the weight gradient where it is split.
-    A forward that has neither (evaluation) holds nothing."""
+    A forward that has neither (evaluation) holds nothing. `sizes`: those of each chunk's activations; default 1."""
     freed = {action[1:] for action in actions if action.kind in (BACKWARD, BACKWARD_WEIGHT)}
     live = peak = 0
     for action in actions:
-        live += (action.kind == FORWARD and action[1:] in freed) - (action.kind in (BACKWARD, BACKWARD_WEIGHT))
+        count = (action.kind == FORWARD and action[1:] in freed) - (action.kind in (BACKWARD, BACKWARD_WEIGHT))
+        live += count * (1 if sizes is None else sizes[action.chunk])
         peak = max(peak, live)
     return peak
 

@@ -26,6 +26,7 @@ from megalite.pipeline.schedules import Action
 
 Tensors = dict[str, Tensor]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+MOST_AHEAD = 2
 
 
 class Transport(Protocol):
@@ -60,6 +61,7 @@ class ProcessGroupTransport:
         self._kept: dict[Message, Tensors] = {}  # in a pipeline of one, from the rank to itself
         ends = (False, True) if chunks > 1 else (False,)
         routes = [_Route(onward, around) for around in ends for onward in (True, False)]
+        self._lead = _HostLead(_mark_stream) if device.type == "cuda" else None
         self._lanes = {} if group.process_group is None else _open_lanes(routes, group, device, timeout)
 
     def send(self, action: Action, tensors: Tensors) -> None:
@@ -70,6 +72,8 @@ class ProcessGroupTransport:
         lane = self._lanes[self._route(message)]
         for name in sorted(tensors):
             lane.send(tensors[name].detach().contiguous(), message.target % self.group.size)
+        if self._lead is not None:
+            self._lead.advance()
         self.release()
 
     def post(self, action: Action, shapes: Shapes) -> None:
@@ -128,6 +132,32 @@ class _Sending(NamedTuple):
     tensor: Tensor
     left: Callable[[], bool]
     wait: Callable[[], object]
+
+
+class _HostLead:
+    """Bounds how far the host runs ahead of its device: by `MOST_AHEAD` messages. A host may queue a whole step at
+    once; all that it sends would then be kept until it sees that the device has sent it, whatever the schedule says.
+
+    The host waits for what its device computes before an earlier message, never for the message itself, whose receiver
+    may need something from this rank first. `mark` marks the present end of the device's queue and returns what waits
+    until the device is there.
+    """
+
+    def __init__(self, mark: Callable[[], Callable[[], object]]):
+        self._mark = mark
+        self._marks: deque[Callable[[], object]] = deque()
+
+    def advance(self) -> None:
+        """One more message is queued."""
+        self._marks.append(self._mark())
+        if len(self._marks) > MOST_AHEAD:
+            self._marks.popleft()()
+
+
+def _mark_stream() -> Callable[[], object]:
+    event = torch.cuda.Event(blocking=True)
+    event.record()
+    return event.synchronize
 
 
 class _Lane:

@@ -15,26 +15,33 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.huggingface.config import read_huggingface_config
 from megalite.checkpoint.huggingface.files import TensorFiles
+from megalite.checkpoint.huggingface.hub import local_folder
 from megalite.checkpoint.huggingface.load import load_huggingface
 from megalite.checkpoint.huggingface.travel import tokenizer_of
 from megalite.checkpoint.huggingface.weights import OUTPUT
 from megalite.checkpoint.planner import parameter_name
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import ModelConfig, TokenizerConfig
+from megalite.config.schema_finetune import FinetuneConfig
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece
 from megalite.peft.files import told_by
 
 
-def read_base_model(folder: str) -> tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None]:
-    """Network and tokenizer of a Hugging Face folder, and a classifier's classes. A FlagError where they can't be read
-    or aren't supported."""
+def read_base_model(
+    finetune: FinetuneConfig,
+) -> tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None, list[str]]:
+    """Network and tokenizer of the Hugging Face folder of `--load-hf`, a classifier's classes, and notes for the user.
+    In place of a hub's name, `finetune` gets the folder. A FlagError where they can't be read or aren't supported."""
+    assert finetune.load_hf is not None
     try:
-        found = read_huggingface_config(folder)
+        folder = local_folder(finetune.load_hf, finetune.hub)
+        found = read_huggingface_config(folder, finetune.ignore_config_field or ())
     except UserError as error:
-        raise FlagError(f"--load-hf {folder}: {error}") from None
+        raise FlagError(f"--load-hf {finetune.load_hf}: {error}") from None
+    finetune.load_hf = folder
     found.model.model_vocab_size = found.vocab_size
-    return found.model, tokenizer_of(Path(folder), found.vocab_size), found.classes
+    return found.model, tokenizer_of(Path(folder), found.vocab_size), found.classes, found.notes
 
 
 def check_base_weights(folder: str) -> list[str]:
@@ -48,7 +55,7 @@ def check_base_weights(folder: str) -> list[str]:
 
 def base_names(folder: str, names: Iterable[str]) -> set[str]:
     """Which of a model's parameters take their values from the folder: all but a head that it hasn't."""
-    has_head = read_huggingface_config(folder).classes is not None
+    has_head = read_huggingface_config(folder, None).classes is not None
     return {name for name in names if name != HEAD or has_head}
 
 
@@ -69,7 +76,7 @@ def load_base_model(
     `classes`: of a classifier, which has no output over the vocabulary, so the folder's isn't missed. A UserError where
     the folder decides between another number of them.
     """
-    theirs = read_huggingface_config(folder).classes
+    theirs = read_huggingface_config(folder, None).classes
     if classes is not None and theirs is not None and len(classes) != len(theirs):
         raise CheckpointError(
             f"--load-hf {folder} decides between {len(theirs)} classes ({', '.join(theirs)}), but --sft-data has "

@@ -45,6 +45,6 @@ class Evaluator:
             self.runtime.run(self.plan.evaluation(len(batches)))
             sums[0] += self.executor.loss_sum
             if self.mesh.pp.rank == self.mesh.pp.size - 1:  # where the losses are
-                sums[1] += torch.stack([batch.loss_mask.sum() for batch in batches]).sum().to(self.mesh.device)
+                sums[1] += self.mesh.upload(torch.stack([batch.loss_mask.sum() for batch in batches]).sum())
         loss, tokens = all_reduce(sums, self.mesh.all_but_tp).tolist()
         return loss / tokens if tokens else math.nan, {} if self.decisions is None else self.decisions.scores()

@@ -33,8 +33,8 @@ def move(batch: Microbatch, mesh: Mesh, dropout_key: Tensor | None = None) -> tu
     device, borders = mesh.device, None
     if batch.document_ids is not None and device.type == "cuda":
         # Their number is data: found on the host, so that nothing waits for the device.
-        borders = cumulative_lengths(batch.document_ids).to(device, non_blocking=True)
-    batch = batch.to(device)
+        borders = mesh.upload(cumulative_lengths(batch.document_ids))
+    batch = batch.map(mesh.upload)
     token_index = torch.arange(batch.tokens.shape[1], device=device)
     if mesh.layout.sequence_parallel:
         token_index = token_index.chunk(mesh.tp.size)[mesh.tp.rank]
@@ -91,7 +91,7 @@ class GPTExecutor:
         `dropout_key` it is an evaluation. `loss_sum`, which only ranks of the last stage add to, starts from zero."""
         self._microbatches = microbatches
         self._training = dropout_key is not None
-        self._dropout_key = None if dropout_key is None else dropout_key.to(self.mesh.device)
+        self._dropout_key = None if dropout_key is None else self.mesh.upload(dropout_key)
         self._scale = scale
         self._kept.clear()
         self.loss_sum.zero_()
@@ -122,9 +122,7 @@ class GPTExecutor:
                 if self.on_evaluated is not None and not self._training:
                     self.on_evaluated(stage, result, batch)
                 counted = counted_tokens(self._microbatches[microbatch].loss_mask)
-                result = self._loss(
-                    stage, result, batch, None if counted is None else counted.to(result.device, non_blocking=True)
-                )
+                result = self._loss(stage, result, batch, None if counted is None else self.mesh.upload(counted))
         if self._training:
             self._kept[chunk, microbatch] = _Kept(get_gradient_edge(result), received)
         return None if stage.span.has_output else {HIDDEN: result.detach()}

@@ -39,7 +39,8 @@ def peak_process_memory(mesh: Mesh) -> int:
 
 
 class PeakMemory:
-    """Context: `peak` becomes the most bytes that were allocated inside it at a time, beyond those from before."""
+    """Context: `peak` becomes the most bytes that were allocated inside it at a time, beyond those from before; `live`
+    is how many of them are there now."""
 
     def __init__(self, device: torch.device):
         self.device, self.peak = device, 0
@@ -61,6 +62,12 @@ class PeakMemory:
         else:
             self.peak = torch.cuda.max_memory_allocated(self.device) - self._before
 
+    @property
+    def live(self) -> int:
+        if self._watch is not None:
+            return self._watch.count()
+        return torch.cuda.memory_allocated(self.device) - self._before
+
 
 class _Watch(TorchDispatchMode):
     """Follows the storages that operators make until they are gone."""
@@ -77,9 +84,13 @@ class _Watch(TorchDispatchMode):
             if isinstance(leaf, Tensor) and _identity(leaf) not in known:
                 storage = leaf.untyped_storage()
                 self.live[_identity(leaf)] = StorageWeakRef(storage), storage.nbytes()
-        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(count for _, count in self.live.values()))
+        self.peak = max(self.peak, self.count())
         return result
+
+    def count(self) -> int:
+        """Bytes of those that are there."""
+        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
+        return sum(count for _, count in self.live.values())
 
 
 def _identity(tensor: Tensor) -> int:

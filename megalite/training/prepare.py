@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import build_tokenizer, require_eod
 from megalite.distributed.launch import Environment, choose_device, set_threads
 from megalite.distributed.layout import Layout
+from megalite.nn.attention import try_kernel
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.optimizer.fused import check_adam_backend
 from megalite.optimizer.schedule import BatchSchedule
@@ -26,6 +26,7 @@ from megalite.peft import check as peft_check
 from megalite.peft.files import base_note, settle
 from megalite.training import resume
 from megalite.training.base_model import check_base_weights, read_adapter_flags, read_base_model
+from megalite.training.determinism import deterministic, prepare_determinism
 from megalite.training.metrics import check_sinks
 from megalite.training.plan import Plan
 from megalite.training.task import check_task
@@ -78,7 +79,11 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
     try:
         config.peft = settle(config.peft)
         device = choose_device(config.layout.device, environment)
+        if config.training.deterministic_mode:
+            prepare_determinism(device)
         backend = choose_backend(config, device.type)
+        with deterministic(config.training.deterministic_mode):
+            try_kernel(config, backend, device)
         problems = [*data_check.check(config), *check_sinks(config), *check_adam_backend(config, device.type)]
         _refuse([*problems, *run_problems(config, environment.world_size)])
         tokenizer = build_tokenizer(config.tokenizer)
@@ -97,9 +102,6 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         _refuse(peft_check.check(config, rows, backend, device.type))
     except ValueError as error:
         raise FlagError(str(error)) from error
-    if config.training.deterministic_mode:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
-        torch.use_deterministic_algorithms(True)
     threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)
     if config.peft.load_adapter is not None and config.finetune.load_hf is not None:
         notes = [*notes, *filter(None, [base_note(config.peft.load_adapter, config.finetune.load_hf)])]

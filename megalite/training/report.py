@@ -8,6 +8,7 @@ from megalite.config.schema import RunConfig
 from megalite.data.gpt_dataset import Datasets
 from megalite.distributed.collectives import all_gather_objects
 from megalite.distributed.mesh import Mesh
+from megalite.estimate.activations import chunk_activations
 from megalite.estimate.memory import MemoryEstimate, estimate_memory
 from megalite.estimate.model import AdapterWork, count_parameters, training_flops_per_token
 from megalite.models.gpt import GPTStage
@@ -15,7 +16,9 @@ from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.embedding import padded_vocabulary
 from megalite.optimizer.optimizer import Optimizer
 from megalite.peft.apply import count_parameters as owned_parameters
+from megalite.pipeline.timeline import peak_live
 from megalite.precision.policy import Precision
+from megalite.training.plan import Plan
 from megalite.training.state import TrainingState
 
 
@@ -56,26 +59,40 @@ def _model_lines(config: RunConfig, stages: Sequence[GPTStage], mesh: Mesh, adap
     ]
 
 
-def predicted_memory(
-    config: RunConfig, stages: Sequence[GPTStage], backend: AttentionBackend, mesh: Mesh
-) -> MemoryEstimate:
-    """The formulas for this rank."""
+def predicted_memory(config: RunConfig, stages: Sequence[GPTStage], plan: Plan, mesh: Mesh) -> MemoryEstimate:
+    """The formulas for this rank, in a step of the largest global batch."""
+    chunks = [
+        chunk_activations(
+            config,
+            stage.vocab_size,
+            layers=len(stage.decoder.layers),
+            has_output=stage.output_layer is not None,
+            fused_attention=stage.backend.kernel != "unfused",
+        )
+        for stage in stages
+    ]
+    actions = plan.training(config.microbatches_per_step(mesh.dp.size))
     return estimate_memory(
         config,
         _local_parameters(stages),
-        stages[0].vocab_size,
-        fused_attention=backend.kernel != "unfused",
+        activations=peak_live(actions, [chunk.kept for chunk in chunks]) + max(chunk.working for chunk in chunks),
         frozen=sum(p.numel() for stage in stages for p in stage.parameters() if not p.requires_grad),
         ranks=mesh.dp_cp.size,
     )
 
 
-def _memory_line(memory: MemoryEstimate) -> str:
-    return (
-        f"predicted memory per rank: {size(memory.total)} = parameters {size(memory.parameters)} "
+def _memory_lines(stages: Sequence[MemoryEstimate]) -> list[str]:
+    """Of the pipeline rank that needs most; and of each, where they differ."""
+    memory = max(stages, key=lambda stage: stage.total)
+    most = f" (pipeline rank {stages.index(memory)}, which needs most)" if len(stages) > 1 else ""
+    lines = [
+        f"predicted memory per rank{most}: {size(memory.total)} = parameters {size(memory.parameters)} "
         f"+ main gradients {size(memory.main_gradients)} + main parameters {size(memory.main_parameters)} "
-        f"+ moments {size(memory.moments)} + activations of one microbatch {size(memory.activations)}"
-    )
+        f"+ moments {size(memory.moments)} + activations {size(memory.activations)}"
+    ]
+    if len({stage.total for stage in stages}) > 1:
+        lines.append("by pipeline rank: " + ", ".join(size(stage.total) for stage in stages))
+    return lines
 
 
 def _layout_line(config: RunConfig, mesh: Mesh, threads: int) -> str:
@@ -98,12 +115,13 @@ def opening_block(
     backend: AttentionBackend,
     precision: Precision,
     optimizer: Optimizer,
+    plan: Plan,
     datasets: Datasets,
     state: TrainingState,
     total_iterations: int,
     adapter: AdapterWork | None = None,
 ) -> str:
-    """The whole block as text. Collective over the model's ranks, where there is an `adapter`."""
+    """The whole block as text. Collective over the model's ranks."""
     training = config.training
     norm = f"torch {config.model.normalization}"
     lines = [
@@ -115,6 +133,6 @@ def opening_block(
         f"{config.data.seq_length} tokens a step, micro batch "
         f"{training.micro_batch_size}; {total_iterations:,} steps, starting after {state.iteration:,}",
         *(f"data: {summary.line()}" for summary in datasets.summaries),
-        _memory_line(predicted_memory(config, stages, backend, mesh)),
+        *_memory_lines(all_gather_objects(predicted_memory(config, stages, plan, mesh), mesh.pp)),
     ]
     return "\n".join(["=" * 80, *(f" {line}" for line in lines), "=" * 80])

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.checkpoint import save_checkpoint
+from megalite.checkpoint.huggingface.hub import published_name
+from megalite.checkpoint.huggingface.travel import companions, origin, spoken_by
 from megalite.checkpoint.storage import CheckpointDirectory, Retention
 from megalite.data.gpt_dataset import Datasets
 from megalite.data.splits import split_sizes
@@ -211,6 +213,8 @@ class Run:
         if directory is None or self.adapter is None or self._adapter_saved == self.state.iteration:
             return
         self._adapter_saved = self.state.iteration
+        base, trained = self.config.finetune.load_hf, self.config.checkpoint.pretrained_checkpoint
+        root = None if trained is None else Path(trained)
         save_adapter(
             directory,
             self.optimizer.parameter_pieces().values(),
@@ -219,8 +223,9 @@ class Run:
             mesh=self.mesh,
             vocab_size=self.prepared.vocab_size,
             sharded=self.optimizer.sharding.parameters,
-            base=self.config.finetune.load_hf,
+            base=None if base is None else published_name(base),
             class_names=self.classes,
+            beside=lambda: companions(spoken_by(self.config), origin(root, self.config)),
         )
         self.say(f"saved the adapter in {directory}")
 
@@ -282,7 +287,7 @@ class Run:
                 frozen=sum(p.nbytes for stage in self.stages for p in stage.parameters() if not p.requires_grad),
                 predicted=None
                 if self.adapter is not None
-                else predicted_memory(self.config, self.stages, self.prepared.backend, self.mesh),
+                else predicted_memory(self.config, self.stages, self.plan, self.mesh),
                 microbatches=count,
             )
         )
@@ -324,6 +329,7 @@ class Run:
                 backend=self.prepared.backend,
                 precision=self.precision,
                 optimizer=self.optimizer,
+                plan=self.plan,
                 datasets=self.datasets,
                 state=self.state,
                 total_iterations=self.total_iterations,

@@ -89,7 +89,7 @@ class Trainer:
         all that are processed."""
         counted = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
         mine = torch.stack([counted, torch.tensor(sum(batch.tokens.numel() for batch in microbatches))])
-        return all_reduce(mine.to(self.mesh.device, non_blocking=True), self.mesh.dp_cp)
+        return all_reduce(self.mesh.upload(mine), self.mesh.dp_cp)
 
     def _forward_backward(self, microbatches: list[Microbatch], counted: Tensor, loss_scale: float) -> Tensor:
         """Gradients into the buffers; the mean loss over the `counted` tokens of the global batch, equal on all ranks,

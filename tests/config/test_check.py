@@ -295,6 +295,12 @@ BAD = [
     ("--recompute-modules mlp", 1, "--recompute-modules mlp needs --recompute-granularity selective"),
     ("--recompute-activations --recompute-modules moe", 1, "--recompute-modules moe: valid are core_attn"),
     ("--recompute-activations --recompute-granularity full", 1, "--recompute-activations means"),
+    (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --pipeline-schedule zb-h1 "
+        "--pipeline-model-parallel-size 2",
+        2,
+        "--recompute-granularity full saves nothing with --pipeline-schedule zb-h1",
+    ),
     # data and tokenizer
     ("--data-path corpus", 1, "--mock-data and --data-path exclude each other"),
     ("--split 1,2,3,4", 1, "--split: 1,2,3,4 is not one to three weights"),

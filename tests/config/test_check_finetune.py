@@ -11,6 +11,7 @@ from megalite.config.fields import section_names
 from megalite.config.flags import parse_flags
 from megalite.config.resolve import resolve
 from megalite.config.schema import ModelConfig, RunConfig, TokenizerConfig
+from megalite.config.schema_finetune import FinetuneConfig
 from tests.config.launch_lists import SMALL
 
 CORPUS = SMALL.replace("--mock-data", "")
@@ -97,9 +98,9 @@ RUN = "--sft-data a --load-hf folder --seq-length 64 --micro-batch-size 2 --trai
 
 
 def read(words: str, classes: tuple[str, ...] | None = None) -> RunConfig:
-    def load(folder: str) -> tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None]:
-        assert folder == "folder"
-        return NETWORK, TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="folder"), classes
+    def load(finetune: FinetuneConfig) -> tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None, list[str]]:
+        assert finetune.load_hf == "folder"
+        return NETWORK, TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="folder"), classes, []
 
     argv = f"{RUN} {words}".split()
     return read_config(argv, "p", "d", 1, sections=section_names(), loaders=Loaders(base_model=load))[0]

@@ -87,6 +87,7 @@ MAY_BE_NONE = {
     "logging.wandb_exp_name",
     "logging.metrics_file",
     "logging.timeline",
+    "finetune.ignore_config_field",
 }
 
 

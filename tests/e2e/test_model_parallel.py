@@ -69,7 +69,7 @@ def test_pipelines_and_their_evaluations_are_bitwise_those_of_one_process(
         pytest.param(
             TP2 + SP + PP2 + ZB,
             4,
-            ["--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"],
+            ["--recompute-granularity selective --recompute-modules core_attn mlp layernorm"],
             id="TP 2, SP, PP 2, zb-h1",
         ),
     ],

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.nn.attention import SDPBackend
 
 from megalite.config.schema import ModelConfig, RunConfig
-from megalite.nn.attention_backend import bounded_window, choose_backend
+from megalite.nn.attention import try_kernel
+from megalite.nn.attention_backend import AttentionBackend, bounded_window, choose_backend
+from tests.helpers import tiny_config
 
 
 def run_config(asked: str, features: str) -> RunConfig:
@@ -81,3 +84,40 @@ def test_what_cannot_be_honoured_is_refused_with_what_would_be_valid(
 )
 def test_a_window_is_bounded_by_the_first_of_megatrons_two_numbers(text: str | None, window: int | None) -> None:
     assert bounded_window(ModelConfig(window_size=text)) == window
+
+
+@pytest.mark.parametrize(
+    "sdpa", [(SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION), FLASH], ids=["fused", "flash"]
+)
+@pytest.mark.parametrize("network", [{}, {"num_query_groups": 2, "window_size": "8,0"}], ids=["plain", "grouped"])
+def test_a_kernel_that_cannot_run_here_is_refused_with_the_flags(
+    sdpa: tuple[SDPBackend, ...], network: dict[str, object]
+) -> None:
+    """A CPU has none of the kernels of `fused` on CUDA, and has flash."""
+    config = RunConfig(model=tiny_config(attention_backend="fused", **network))
+    config.data.seq_length = 16
+    backend = AttentionBackend("sdpa", sdpa, "")
+    if sdpa == FLASH:
+        try_kernel(config, backend, torch.device("cpu"))
+        return
+    with pytest.raises(ValueError, match="--attention-backend fused can't run this network on cpu: No .*auto or unf"):
+        try_kernel(config, backend, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "features", "kernel", "sdpa"),
+    [
+        ("fused", "bf16", "sdpa", (SDPBackend.EFFICIENT_ATTENTION,)),
+        ("flash", "bf16", "sdpa", FLASH),
+        ("flash", "bf16 window", "varlen", ()),
+        ("auto", "", "sdpa", (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)),
+        ("unfused", "", "unfused", ()),
+    ],
+)
+def test_deterministic_mode_leaves_out_the_kernel_that_sums_in_any_order(
+    asked: str, features: str, kernel: str, sdpa: tuple[SDPBackend, ...]
+) -> None:
+    config = run_config(asked, features)
+    config.training.deterministic_mode = True
+    backend = choose_backend(config, "cuda")
+    assert (backend.kernel, backend.sdpa) == (kernel, sdpa)

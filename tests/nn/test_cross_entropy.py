@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.distributed.layout import Layout
-from megalite.distributed.mesh import Group, Mesh
+from megalite.distributed.mesh import Group, Mesh, single_process_mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.nn import cross_entropy
 from megalite.nn.cross_entropy import vocabulary_parallel_cross_entropy
@@ -119,3 +119,39 @@ def test_columns_cut_over_ranks_give_the_whole_vocabularys_loss_even_where_a_ran
         assert torch.allclose(rank_loss, loss, rtol=1e-12, atol=1e-12)
     gathered = torch.cat([gradient for _, gradient in results], dim=-1)
     assert torch.allclose(gathered, logits.grad, rtol=1e-12, atol=1e-12)
+
+
+def _with_impossible_columns(mesh: Mesh, first: int, smoothing: float) -> tuple[Tensor, Tensor]:
+    """A row in which column `first` is -inf, and one in which all columns of a rank are; targets on the other rank."""
+    logits = torch.tensor([[0.5, -1.0, 0.0, 1.0], [0.5, 2.0, 0.0, 1.0]], dtype=torch.float64)
+    logits[0, first] = -torch.inf
+    logits[1, first : first + 2] = -torch.inf
+    targets = torch.full((2,), (first + 3) % 4)
+    columns = logits.chunk(mesh.tp.size, dim=1)[mesh.tp.rank].clone().requires_grad_()
+    loss = vocabulary_parallel_cross_entropy(
+        columns,
+        targets,
+        first_column=mesh.tp.rank * columns.shape[1],
+        vocab_size=4,
+        group=mesh.tp,
+        wide=torch.float64,
+        label_smoothing=smoothing,
+    )
+    loss.sum().backward()
+    assert columns.grad is not None
+    if mesh.tp.size == 1:
+        whole = logits.clone().requires_grad_()
+        assert torch.allclose(loss, theirs(whole, targets, smoothing), rtol=1e-12)
+    return loss.detach(), columns.grad
+
+
+@pytest.mark.parametrize(("first", "smoothing"), [(0, 0.0), (2, 0.0), (0, 0.1)])
+def test_an_infinite_logit_on_a_rank_without_the_target_is_what_it_is_in_one_process(
+    pool: ProcessPool, first: int, smoothing: float
+) -> None:
+    loss, gradient = _with_impossible_columns(single_process_mesh(), first, smoothing)
+    results = pool.run(_with_impossible_columns, 2, first, smoothing, layout=Layout(tp=2))
+    assert loss.isfinite().all() == (smoothing == 0)
+    for rank_loss, _ in results:
+        assert torch.allclose(rank_loss, loss, rtol=1e-12)
+    assert torch.allclose(torch.cat([part for _, part in results], dim=1), gradient, rtol=1e-12, atol=1e-12)

@@ -99,3 +99,13 @@ def test_attention_masks_of_heads_and_samples_are_independent() -> None:
     pairs = [(kept[0, 0], kept[0, 1]), (kept[0, 0], kept[1, 0]), (kept[0, 0], kept[0, 0].t())]
     for pair in pairs:
         assert abs(torch.corrcoef(torch.stack([x.flatten() for x in pair]))[0, 1].item()) < 5 / 32
+
+
+@pytest.mark.parametrize("drop", [0.5, 1.0])
+def test_what_is_dropped_is_zero_even_where_it_is_infinite(drop: float) -> None:
+    x = torch.full((LENGTH, len(KEYS), WIDTH), torch.inf, requires_grad=True)
+    result = hidden_dropout(x, drop, KEYS, torch.arange(LENGTH), 0, "mlp output")
+    result.backward(torch.full_like(result, torch.inf))
+    for values in (result, x.grad):
+        assert ((values == 0) | (values == torch.inf)).all()
+        assert (values == torch.inf).any() == (drop < 1)

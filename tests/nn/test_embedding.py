@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from megalite.distributed.layout import Layout
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.pool import ProcessPool
 from megalite.nn.embedding import PositionEmbedding, VocabularyParallelEmbedding, lookup, padded_vocabulary
 from megalite.nn.module import initialize
 from tests.helpers import BF16, FixedSink, tiny_build
@@ -78,3 +82,27 @@ def test_the_table_is_in_the_decoupled_learning_rate_group_and_positions_are_not
     positions = PositionEmbedding(build)
     assert positions.param_specs["weight"].lr_group == "default"
     assert positions.weight.dtype == torch.bfloat16
+
+
+def _rows_beside_an_infinite_one(mesh: Mesh) -> tuple[Tensor, Tensor]:
+    layer = VocabularyParallelEmbedding(tiny_build(mesh=mesh), 8, None)
+    initialize(layer, 0)
+    rows = layer.weight.shape[0]
+    with torch.no_grad():
+        layer.weight[0] = torch.inf  # of tokens 0 and, with two ranks, 4
+    tokens = torch.tensor([[1, 2, 3, 5, 6, 7]])
+    result = layer(tokens)
+    result.backward(torch.full_like(result, torch.inf))
+    assert layer.weight.grad is not None
+    used = tokens[(tokens // rows == mesh.tp.rank)] % rows
+    unused = torch.ones(rows, dtype=torch.bool).index_fill(0, used, False)
+    return result.detach(), layer.weight.grad[unused]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_row_that_is_infinite_reaches_no_token_but_its_own_and_infinite_gradients_no_other_row(
+    pool: ProcessPool, tp: int
+) -> None:
+    for result, unused in pool.run(_rows_beside_an_infinite_one, tp, layout=Layout(tp=tp)):
+        assert result.isfinite().all()
+        assert (unused == 0).all()

@@ -6,8 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megalite.distributed.layout import Layout
+from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.param_spec import Init
+from megalite.distributed.pool import ProcessPool
 from megalite.nn.linear import RowParallelLinear, linear
+from megalite.nn.mlp import MLP
 from megalite.nn.module import initialize
 from tests.helpers import FixedSink, tiny_build
 
@@ -77,3 +81,38 @@ def test_a_row_parallel_layer_adds_its_bias_once() -> None:
         layer.bias.copy_(torch.arange(4))
     x = torch.randn(3, 6, dtype=DOUBLE)
     assert torch.allclose(layer(x), x @ layer.weight.t() + torch.arange(4), atol=1e-14)
+
+
+def _waiting_gradients(mesh: Mesh) -> tuple[int, list[torch.Tensor]]:
+    """Bytes that the waiting weight gradients of a feed-forward block hold on this rank; then those gradients."""
+    build = tiny_build(mesh=mesh, add_bias_linear=False, squared_relu=True)
+    block = MLP(build)
+    initialize(block, 0)
+    for weight in block.parameters():
+        weight.gradient_sink = FixedSink(torch.zeros_like(weight))  # type: ignore[attr-defined]
+    x = torch.randn(8, 2, 32, dtype=DOUBLE, generator=torch.Generator().manual_seed(1)).chunk(mesh.tp.size)[
+        mesh.tp.rank
+    ]
+    build.weight_gradients.deferred = True
+    block(x.clone().requires_grad_()).square().sum().backward()
+    jobs = build.weight_gradients.take()
+    storages = {
+        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
+        for job in jobs
+        for part in job.args  # type: ignore[attr-defined]
+        if isinstance(part, torch.Tensor)
+    }
+    assert all((weight.gradient_sink.target() == 0).all() for weight in block.parameters())
+    for job in jobs:
+        job()
+    return sum(storages.values()), [weight.gradient_sink.target() for weight in block.parameters()]
+
+
+def test_weight_gradients_that_wait_hold_a_ranks_own_part_of_the_sequence(pool: ProcessPool) -> None:
+    held, (first, second) = _waiting_gradients(single_process_mesh())
+    assert held == 8 * 2 * (2 * 32 + 2 * 128) * 8  # inputs and gradients of both layers in float64
+    results = pool.run(_waiting_gradients, 2, layout=Layout(tp=2, sequence_parallel=True))
+    for rank, (part, (up, down)) in enumerate(results):
+        assert part == held / 2
+        assert torch.allclose(up, first.chunk(2)[rank], rtol=1e-12)
+        assert torch.allclose(down, second.chunk(2, dim=1)[rank], rtol=1e-12)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from megalite.models.gpt import GPTStage, plain_info
 from megalite.models.stages import whole_model
 from megalite.nn.module import initialize, named_specs
 from megalite.nn.recompute import Recompute
+from megalite.training.memory import PeakMemory
 from tests.helpers import FP32, LLAMA, UNFUSED, VOCABULARY, tiny_build, tiny_tokens
 
 
@@ -36,9 +39,10 @@ def _step(recompute: Recompute, **overrides: object) -> tuple[Tensor, dict[str, 
         Recompute(units=3),
         Recompute(first_layers=2),
         Recompute(modules=frozenset({"core_attn"})),
+        Recompute(modules=frozenset({"layernorm"})),
         Recompute(modules=frozenset({"core_attn", "mlp", "layernorm"})),
     ],
-    ids=["uniform 1", "uniform 3", "block 2", "core attention", "all modules"],
+    ids=["uniform 1", "uniform 3", "block 2", "core attention", "norms", "all modules"],
 )
 def test_recompute_changes_no_bit(recompute: Recompute, network: dict[str, object]) -> None:
     loss, gradients = _step(recompute, **network)
@@ -47,24 +51,34 @@ def test_recompute_changes_no_bit(recompute: Recompute, network: dict[str, objec
     assert all(torch.equal(gradients[name], plain_gradients[name]) for name in plain_gradients)
 
 
-def test_recompute_keeps_less() -> None:
-    """Count the bytes that the graph saves."""
+def _kept(**network: object) -> Callable[..., int]:
+    """Bytes that are there after a forward, beyond the parameters, with these modules recomputed."""
+    tokens = tiny_tokens(2, 16)
 
-    def saved(recompute: Recompute) -> int:
-        total = 0
+    def measure(*modules: str, **more: int) -> int:
+        recompute = Recompute(modules=frozenset(modules), **more)
+        build = dataclasses.replace(tiny_build(FP32, num_layers=4, **network), recompute=recompute)
+        model = GPTStage(build, VOCABULARY, whole_model(4), UNFUSED)
+        initialize(model, 1)
+        with PeakMemory(torch.device("cpu")) as memory:
+            result = model(tokens[:, :-1], plain_info(tokens[:, :-1]))
+            assert result.requires_grad
+            return memory.live
 
-        def pack(tensor: Tensor) -> Tensor:
-            nonlocal total
-            total += tensor.nbytes
-            return tensor
+    return measure
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            build = dataclasses.replace(tiny_build(FP32, num_layers=4), recompute=recompute)
-            model = GPTStage(build, VOCABULARY, whole_model(4), UNFUSED)
-            initialize(model, 1)
-            tokens = tiny_tokens(2, 16)
-            model(tokens[:, :-1], plain_info(tokens[:, :-1])).sum()
-        return total
 
-    assert saved(Recompute(units=1)) < saved(Recompute(first_layers=2)) < saved(Recompute())
-    assert saved(Recompute(modules=frozenset({"core_attn"}))) < saved(Recompute())
+@pytest.mark.parametrize(
+    "network", [{}, {"apply_layernorm_1p": True}, LLAMA], ids=["gpt2", "weights plus one", "llama"]
+)
+def test_every_recomputed_module_keeps_less_by_what_it_would_keep(network: dict[str, Any]) -> None:
+    kept = _kept(**network)
+    plain, tokens, layers, hidden = kept(), 2 * 16, 4, 32
+    assert kept(units=1) < kept(first_layers=2) < plain
+    assert kept("core_attn") < plain
+    inner = 48 * 3 if "swiglu" in network else 2 * 128  # what lies between the two linear layers
+    assert kept("mlp") <= plain - layers * tokens * inner * 4
+    normed = layers * 2 * tokens * hidden * 4  # the results of both norms
+    assert kept("layernorm") <= plain - normed
+    assert kept("mlp", "layernorm") <= kept("mlp") - normed
+    assert kept("core_attn", "mlp", "layernorm") <= kept("core_attn", "mlp") - normed

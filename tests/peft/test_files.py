@@ -206,3 +206,41 @@ def test_an_existing_adapter_is_replaced_whole(base: Path) -> None:
     assert torch.equal(
         read_adapter(folder).embeddings(), load_file(folder / "adapter_model.safetensors")["prompt_embeddings"]
     )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": "(.|.)+[!-%]"},
+        {"exclude_modules": "(.|.)+[!-%]"},
+        {"rank_pattern": {"(.|.)+[!-%]": 4}},
+        {"alpha_pattern": {"(.|.)+[!-%]": 4}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_pattern_that_would_never_end_is_refused(
+    base: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each more character of a name doubles the ways in which it can fail to fit."""
+    monkeypatch.setattr("megalite.peft.files._SECONDS", 0.2)
+    folder = _save(base, {"peft": "lora"})
+    _edit(folder, **changes)
+    with pytest.raises(UserError, match=r"adapter_config\.json: its patterns take too long; write names of modules"):
+        _load(base, folder)
+    _edit(folder, **{next(iter(changes)): "a" * 1001 if "modules" in next(iter(changes)) else {"a" * 1001: 4}})
+    with pytest.raises(UserError, match="is a pattern of 1001 characters; at most 1000 are read"):
+        _load(base, folder)
+
+
+def test_an_adapter_on_the_output_is_refused_for_that(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = llama_like("Llama")
+    model.save_pretrained(tmp_path / "base")
+    adapted: Any = get_peft_model(model, LoraConfig(target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM"))
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(
+        UserError, match="has weights of lm_head, a table over the vocabulary, which an adapter can't"
+    ) as raised:
+        _load(tmp_path / "base", tmp_path / "adapter")
+    assert "merge_and_unload" in str(raised.value)

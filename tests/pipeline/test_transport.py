@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 
+import pytest
 import torch
 
 from megalite.distributed.layout import Layout
-from megalite.distributed.mesh import Mesh
+from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.pool import ProcessPool
+from megalite.pipeline import transport
 from megalite.pipeline.lowering import (
     RECV_BACKWARD,
     RECV_FORWARD,
@@ -99,3 +103,46 @@ def test_lanes_may_be_process_groups_as_on_nccl() -> None:
                 for stage, grads in outcome.grads.items():
                     assert all(map(torch.equal, grads, truth[stage]))
             assert outcomes[-1].losses == losses
+
+
+class _QueuedDevice:
+    """Stands in for a device with its queue: nothing that the host queues is done before the host waits for it."""
+
+    def __init__(self) -> None:
+        self.queued = self.done = 0
+
+    def isend(self, tensor: torch.Tensor, **_: object) -> _QueuedDevice._Work:
+        self.queued += 1
+        return self._Work(self, self.queued)
+
+    def mark(self) -> Callable[[], None]:
+        return partial(self.reach, self.queued)
+
+    def reach(self, number: int) -> None:
+        self.done = max(self.done, number)
+
+    class _Work:
+        def __init__(self, device: _QueuedDevice, number: int):
+            self.device, self.number = device, number
+
+        def is_completed(self) -> bool:
+            return self.device.done >= self.number
+
+        def wait(self) -> None:
+            self.device.reach(self.number)
+
+
+def test_a_host_that_runs_ahead_of_its_device_keeps_few_of_the_tensors_that_it_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = _QueuedDevice()
+    monkeypatch.setattr(transport, "_on_nccl", lambda group: True)
+    monkeypatch.setattr(transport.dist, "isend", device.isend)
+    monkeypatch.setattr(transport, "_mark_stream", device.mark)
+    lanes = {transport._Route(onward, False): transport._Lane(None, 0) for onward in (True, False)}  # type: ignore[arg-type]
+    monkeypatch.setattr(transport, "_open_lanes", lambda *_: lanes)
+    carrier = ProcessGroupTransport(Group((0, 1), 0, object()), 1, torch.device("cuda"))  # type: ignore[arg-type]
+    for number in range(20):
+        carrier.send(Action(SEND_FORWARD, 0, number), {"hidden": torch.zeros(2)})
+        assert sum(len(lane.sending) for lane in lanes.values()) <= transport.MOST_AHEAD
+    assert device.done == 20 - transport.MOST_AHEAD  # it waits for no more than that

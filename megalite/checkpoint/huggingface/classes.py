@@ -53,6 +53,12 @@ def classifier_json(
     return kept | {"architectures": [architecture.classifier_name], **labels_json(names), "pad_token_id": padding}
 
 
+def with_number_format(values: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """`config.json` with the weights' number format under the one name that it has there, or the newer of two."""
+    name = "torch_dtype" if "torch_dtype" in values and "dtype" not in values else "dtype"
+    return {key: value for key, value in values.items() if key not in ("dtype", "torch_dtype")} | {name: dtype}
+
+
 def labels_json(names: Sequence[str]) -> dict[str, Any]:
     """The fields that name classes."""
     return {

@@ -7,7 +7,7 @@ where none of the architectures can, the message names the settings that were lo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,26 +50,31 @@ _ROTARY = {
 @dataclass(frozen=True)
 class HuggingFaceModel:
     """What a folder's `config.json` describes: `model` is resolved, `vocab_size` counts the embedding's rows.
-    `classes`: the names of a classifier's classes in order; None for a language model."""
+    `classes`: the names of a classifier's classes in order; None for a language model. `notes`: for the user, on fields
+    that aren't used."""
 
     architecture: Architecture
     model: ModelConfig
     vocab_size: int
     classes: tuple[str, ...] | None
+    notes: list[str]
 
 
-def read_huggingface_config(directory: str | Path) -> HuggingFaceModel:
-    """The network of a Hugging Face folder. A `CheckpointError` names what is missing, unknown or unsupported."""
+def read_huggingface_config(directory: str | Path, ignored: Collection[str] | None = ()) -> HuggingFaceModel:
+    """The network of a Hugging Face folder. A `CheckpointError` names what is missing, unknown or unsupported.
+
+    `ignored`: unknown fields that the user says don't matter; None, for a folder that was read before: all.
+    """
     path = Path(directory, CONFIG_FILE)
     if not path.parent.is_dir():
         raise CheckpointError(
-            f"{directory} is no folder here, and nothing is downloaded: give the folder of a model, such as "
-            "`hf download NAME --local-dir FOLDER` makes"
+            f"{directory} is no folder here: give the folder of a model, such as `hf download NAME --local-dir FOLDER` "
+            "makes"
         )
-    return parse_config(read_json(path), str(path))
+    return parse_config(read_json(path), str(path), ignored)
 
 
-def parse_config(values: Mapping[str, Any], where: str) -> HuggingFaceModel:
+def parse_config(values: Mapping[str, Any], where: str, ignored: Collection[str] | None = ()) -> HuggingFaceModel:
     """As `read_huggingface_config`, from the file's object; `where` names it."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
@@ -77,12 +82,12 @@ def parse_config(values: Mapping[str, Any], where: str) -> HuggingFaceModel:
     architecture, fields = ARCHITECTURES[kind], Fields(values, where)
     vocab_size = fields.take("vocab_size", int)
     model = ModelConfig(**architecture.read(fields))
-    fields.finish()
+    notes = fields.finish(ignored)
     described = RunConfig(model=model)
     problems = [*problems_of_values(described)] or [*model_problems(described)]
     if problems:
         raise CheckpointError(f"{where} describes a network that can't be: {'; '.join(problems)}")
-    return HuggingFaceModel(architecture, model, vocab_size, read_classes(values, where))
+    return HuggingFaceModel(architecture, model, vocab_size, read_classes(values, where), notes)
 
 
 def essence(model: ModelConfig) -> dict[str, Any]:
@@ -131,7 +136,7 @@ def describe_network(
 def _read_back(values: Mapping[str, Any]) -> HuggingFaceModel | None:
     """What these values describe; None where that isn't supported."""
     try:
-        return parse_config(values, "")
+        return parse_config(values, "", None)
     except CheckpointError:
         return None
 

@@ -6,7 +6,7 @@ memory holds a few tensors, never the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,14 @@ BuildModel = Callable[[RunConfig, int, Mesh], nn.Module]
 """The whole model of a configuration and a vocabulary size, on the mesh's device."""
 
 
-def huggingface_to_megalite(source: Path, root: Path, build: BuildModel) -> Path:
-    """Write `root/iter_0000000` and the tracker from the Hugging Face folder `source`; the new folder.
+def huggingface_to_megalite(source: Path, root: Path, build: BuildModel, ignored: Collection[str] = ()) -> list[str]:
+    """Write `root/iter_0000000` and the tracker from the Hugging Face folder `source`; notes for the user.
 
     Each parameter keeps its stored number format; the run's is the embedding's. Tokenizer, templates and the original
-    `config.json` are kept in `root/huggingface`. Raises a `CheckpointError`, and nothing of the attempt stays.
+    `config.json` are kept in `root/huggingface`. `ignored`: see `read_huggingface_config`. Raises a `CheckpointError`,
+    and nothing of the attempt stays.
     """
-    found = read_huggingface_config(source)
+    found = read_huggingface_config(source, ignored)
     with TensorFiles(source) as files:
         config = RunConfig(model=found.model)
         config.model.model_vocab_size = found.vocab_size
@@ -50,7 +51,8 @@ def huggingface_to_megalite(source: Path, root: Path, build: BuildModel) -> Path
             f"model.{name}": [later(shape, weights.dtype(name), partial(weights.read_whole, name))]
             for name, shape in weights.shapes.items()
         }
-        return _write(source, root, found, config, chunks)
+        _write(source, root, found, config, chunks)
+    return found.notes
 
 
 def _all_weights(
@@ -70,7 +72,7 @@ def _precision(dtype: torch.dtype) -> PrecisionConfig:
 
 def _write(
     source: Path, root: Path, found: HuggingFaceModel, config: RunConfig, chunks: dict[str, list[Chunk]]
-) -> Path:
+) -> None:
     state: dict[str, Any] = {"training": {}, "rng": None, "optimizer_steps": 0, "loss_scaler": {}, "schedule": {}}
     with storage.first_checkpoint(root, 0, FOLDER) as folder:
         kept = root / FOLDER
@@ -78,4 +80,3 @@ def _write(
         config.tokenizer = tokenizer_of(kept.resolve(), found.vocab_size)
         write_shards(folder, chunks, single_process_mesh().world)
         storage.write_documents(folder, storage.documents(config, state))
-    return root / storage.directory_name(0)

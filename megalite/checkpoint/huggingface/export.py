@@ -6,7 +6,6 @@ parameter after the other is read and taken apart. Memory holds one parameter an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,18 +18,31 @@ from torch import Tensor
 from megalite.checkpoint.checkpoint import read_config
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import HEAD, Architecture
-from megalite.checkpoint.huggingface.classes import classifier_json, padding_id, padding_notes
+from megalite.checkpoint.huggingface.classes import (
+    classifier_json,
+    padding_id,
+    padding_notes,
+    with_number_format,
+)
 from megalite.checkpoint.huggingface.config import describe_network
 from megalite.checkpoint.huggingface.files import SINGLE_FILE, Entry, new_folder, write_index, write_safetensors
 from megalite.checkpoint.huggingface.parts import Part
-from megalite.checkpoint.huggingface.travel import copy_small_files, copy_tokenizer, find_tokenizer, origin
+from megalite.checkpoint.huggingface.travel import (
+    GENERATION_FILE,
+    Spoken,
+    companions,
+    origin,
+    spoken_by,
+    to_json,
+    token_ids,
+    write_small_files,
+)
 from megalite.checkpoint.huggingface.weights import EMBEDDING
 from megalite.checkpoint.metadata import Index, TensorInfo, check_files, read_index
 from megalite.checkpoint.storage import CONFIG_FILE, CheckpointDirectory, read_json
 from megalite.checkpoint.streaming import read_logical
 from megalite.config.schema import RunConfig
 from megalite.config.schema_finetune import unnamed_classes
-from megalite.data.tokenizer_base import Tokenizer
 
 SHARD_BYTES = 4 * 10**9
 _PREFIX = "model."
@@ -49,9 +61,9 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     """Write the Hugging Face folder `target`, which must not exist or be empty; notes for the user.
 
     Weights keep the checkpoint's number format, bit for bit; vocabulary padding isn't in it. `shard_bytes`: largest
-    file, where no tensor is larger. `config.json`, tokenizer and templates come from the folder that the model
-    descends from, where that is known. A classifier becomes one of transformers' `ForSequenceClassification`. Raises a
-    `CheckpointError`, and nothing of the attempt stays.
+    file, where no tensor is larger. `config.json` comes from the folder that the model descends from, where that is
+    known; tokenizer, template and ends of a text are those that the run was trained with. A classifier becomes one of
+    transformers' `ForSequenceClassification`. Raises a `CheckpointError`, and nothing of the attempt stays.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"--hf {target} exists and is no empty folder: choose a new one")
@@ -62,41 +74,36 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     if EMBEDDING not in tensors and config.peft.peft != "none":
         remedy = "PEFT loads what finetune.py wrote for --save-adapter beside the model"
         if config.peft.peft == "lora":
-            remedy = "tools/merge_adapter.py adds what finetune.py wrote for --save-adapter to the model's own folder"
+            base = config.finetune.load_hf or "MODEL"
+            adapter = config.peft.save_adapter or "FOLDER_OF_SAVE_ADAPTER"
+            remedy = (
+                f"python tools/merge_adapter.py --load-hf {base} --adapter {adapter} --hf {target} adds it to the model"
+            )
         raise CheckpointError(f"{source.path} holds only what was trained beside a model; {remedy}")
     if EMBEDDING not in tensors:
         raise CheckpointError(f"{source.path} holds no {_PREFIX}{EMBEDDING}: it is no checkpoint of a GPT")
-    known = origin(source.path.parent, config.tokenizer)
-    architecture, values = _config_json(config, tensors, known)
+    known, spoken = origin(source.path.parent, config), spoken_by(config)
+    architecture, values = _config_json(config, tensors, known, spoken)
+    beside = companions(spoken, known)
     plan = list(_plan(architecture, tensors))
     with new_folder(target) as temporary:
         _write_tensors(source.path, index, _files(plan, shard_bytes), temporary)
-        notes = _write_small_files(config, values, known, temporary)
-    return [*notes, *(padding_notes(values["pad_token_id"]) if HEAD in tensors else [])]
+        write_small_files(temporary, {CONFIG_FILE: to_json(values), **beside})
+    return [_told(config, sorted(beside)), *(padding_notes(values["pad_token_id"]) if HEAD in tensors else [])]
 
 
 def _config_json(
-    config: RunConfig, tensors: dict[str, TensorInfo], known: Path | None
+    config: RunConfig, tensors: dict[str, TensorInfo], known: Path | None, spoken: Spoken
 ) -> tuple[Architecture, dict[str, Any]]:
-    table, tokenizer = tensors[EMBEDDING], find_tokenizer(config.tokenizer)
+    table = tensors[EMBEDDING]
     source = None if known is None else read_json(known / CONFIG_FILE)
     architecture, values = describe_network(config.model, table.shape[0], source)
-    if source is None:
-        values |= _token_ids(tokenizer)
-    else:
-        values |= {name: value for name, value in source.items() if name.endswith("_token_id")}
+    values |= token_ids(spoken, known)
     if HEAD in tensors:
         names = config.finetune.class_names or unnamed_classes(tensors[HEAD].shape[0])
-        padding = padding_id(tokenizer, values.get("pad_token_id"), table.shape[0])
+        padding = padding_id(spoken.tokenizer, values.get("pad_token_id"), table.shape[0])
         values = classifier_json(values, architecture, names, padding)
-    name = "torch_dtype" if "torch_dtype" in values else "dtype"
-    return architecture, values | {name: str(table.dtype).removeprefix("torch.")}
-
-
-def _token_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    """None is written too: without it an architecture's own default would hold."""
-    ids = (None, None, None) if tokenizer is None else (tokenizer.bos, tokenizer.eod, tokenizer.pad)
-    return dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), ids, strict=True))
+    return architecture, with_number_format(values, str(table.dtype).removeprefix("torch."))
 
 
 def _plan(architecture: Architecture, tensors: dict[str, TensorInfo]) -> Iterator[_Planned]:
@@ -151,10 +158,8 @@ def _write_tensors(checkpoint: Path, index: Index, files: dict[str, list[_Planne
         write_index(target, places, total)
 
 
-def _write_small_files(config: RunConfig, values: dict[str, Any], known: Path | None, target: Path) -> list[str]:
-    (target / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    copied = copy_tokenizer(config.tokenizer, target) if known is None else copy_small_files(known, target)
-    if copied:
-        return [f"beside the weights: {', '.join([CONFIG_FILE, *copied])}"]
+def _told(config: RunConfig, names: list[str]) -> str:
+    if any(name != GENERATION_FILE for name in names):
+        return f"beside the weights: {', '.join([CONFIG_FILE, *names])}"
     kind = config.tokenizer.tokenizer_type
-    return [f"no tokenizer beside the weights: {kind} has no files of Hugging Face's, or they were not found"]
+    return f"no tokenizer beside the weights: {kind} has no files of Hugging Face's, or they were not found"

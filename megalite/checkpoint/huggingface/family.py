@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.checkpoint.huggingface.architecture import attention_shape
-from megalite.checkpoint.huggingface.fields import REQUIRED, Fields
+from megalite.checkpoint.huggingface.fields import Fields
 from megalite.checkpoint.huggingface.parts import Rule, gate_and_up, same, split_qkv
 from megalite.checkpoint.huggingface.rope import read_rope, write_rope
 from megalite.config.schema import ModelConfig
@@ -42,21 +42,22 @@ def read_family(
     fields: Fields,
     *,
     groups: int | None,
+    positions: int,
     head_dim: int | None = None,
     epsilon: float = 1e-6,
     partial: float | None = None,
 ) -> dict[str, Any]:
     """Fields of `ModelConfig`, without biases, QK norm and window.
 
-    `groups`, `head_dim`, `epsilon`, `partial`: the architecture's defaults; None: as many as heads, hidden / heads,
-    and no partial rotation.
+    `groups`, `positions`, `head_dim`, `epsilon`, `partial`: the architecture's defaults; None: as many as heads, hidden
+    / heads, and no partial rotation.
     """
     result: dict[str, Any] = {ours: fields.take(name, kind) for name, (ours, kind) in _ALIKE.items()}
     heads = fields.take("num_attention_heads", int)
     fields.choose("hidden_act", ("silu", "swish"), "silu")
     width = fields.take("head_dim", int, head_dim, nullable=True) or result["hidden_size"] // heads
     result |= attention_shape(heads, fields.take("num_key_value_heads", int, groups, nullable=True), width)
-    positions = fields.take("max_position_embeddings", int, REQUIRED)
+    positions = fields.take("max_position_embeddings", int, positions)
     result |= read_rope(fields, positions=positions, partial=partial)
     return result | {
         "max_position_embeddings": positions,

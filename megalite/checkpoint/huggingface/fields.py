@@ -1,7 +1,8 @@
 """The fields of a `config.json`, read so that none is dropped without a word.
 
 Key idea: each field is taken by who knows what it means. What nobody took must be on the list of fields that don't
-matter to the network, or have the one value with which it doesn't; anything else is refused by name.
+matter to the network, or have the one value with which it doesn't. Anything else is refused by name, unless the user
+says that it doesn't matter (`--ignore-config-field`).
 """
 
 from __future__ import annotations
@@ -49,12 +50,25 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that don't matter with these values."""
 
+_OTHER_PROGRAMS = """
+    gradient_checkpointing line_by_line max_sequence_length n_special output_past predict_special_tokens
+"""
+NOTED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_mrope": (False,),
+    "use_qk_norm": (False,),
+    "use_sliding_window": (False,),
+}
+"""As `NEUTRAL`, of other programs or architectures: the user is told that they aren't used."""
+_WITHOUT_EFFECT = frozenset(_OTHER_PROGRAMS.split())
+
 
 class Fields:
-    """The fields of one file. `where`: its name, for messages."""
+    """The fields of one file, or with `nested` of one object in it. `where`: its name, for messages."""
 
-    def __init__(self, values: Mapping[str, Any], where: str):
-        self.values, self.where = dict(values), where
+    def __init__(self, values: Mapping[str, Any], where: str, *, nested: bool = False):
+        self.values, self.where, self.nested = dict(values), where, nested
 
     def take(self, name: str, kind: type, default: Any = REQUIRED, *, nullable: bool = False, minimum: int = 1) -> Any:
         """The value of a field, which then counts as understood; `default` where it is absent.
@@ -94,15 +108,45 @@ class Fields:
         """Raise for a value that can't be honoured."""
         raise CheckpointError(f"{self.where}: {name} {value!r} is not supported: {why}")
 
-    def finish(self) -> None:
-        """Raise a `CheckpointError` that names every field that nobody took and that may matter."""
+    def finish(self, ignored: Collection[str] | None = ()) -> list[str]:
+        """What the user should know of fields that nobody took and that are left unused, in at most one line.
+
+        A `CheckpointError` names every such field that may matter, but for those named in `ignored`; None: the user
+        was asked before, so all are left unused.
+        """
         if "auto_map" in self.values:
             raise CheckpointError(f"{self.where}: auto_map: the model brings code of its own, which is not run here")
         left = {name: value for name, value in self.values.items() if name not in IRRELEVANT}
         left = {name: value for name, value in left.items() if value not in NEUTRAL.get(name, ())}
-        if left:
-            listed = ", ".join(f"{name} {str(value)[:60]}" for name, value in sorted(left.items()))
-            raise CheckpointError(
-                f"{self.where} has fields that are not understood: {listed}. The network may depend on them; "
-                "delete from config.json only what surely doesn't matter"
-            )
+        unknown = {name: value for name, value in left.items() if not _has_no_effect(name, value)}
+        if ignored is not None:
+            self._refuse_unknown(unknown, ignored)
+        return [f"{self.where}: not used: {_listed(left)}"] if left else []
+
+    def _refuse_unknown(self, unknown: Mapping[str, Any], ignored: Collection[str]) -> None:
+        for name in ignored:
+            if name not in unknown or _is_known(name):
+                why = "decides what the network computes" if name in unknown else "is no field that isn't understood"
+                raise CheckpointError(f"--ignore-config-field {name}: in {self.where} it {why}")
+        refused = {name: value for name, value in unknown.items() if name not in ignored}
+        if not refused:
+            return
+        advice = "The network may depend on them"
+        free = sorted(name for name in refused if not _is_known(name))
+        if free and not self.nested:
+            flags = " ".join(f"--ignore-config-field {name}" for name in free)
+            advice += f"; if you know that it doesn't, add {flags}"
+        raise CheckpointError(f"{self.where} has fields that are not understood: {_listed(refused)}. {advice}")
+
+
+def _has_no_effect(name: str, value: Any) -> bool:
+    return value is None or name in _WITHOUT_EFFECT or value in NOTED.get(name, ())
+
+
+def _is_known(name: str) -> bool:
+    """Whether another value of a field is known to change the network."""
+    return name in NEUTRAL or name in NOTED
+
+
+def _listed(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {str(value)[:60]}" for name, value in sorted(fields.items()))

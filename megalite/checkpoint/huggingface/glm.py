@@ -15,7 +15,7 @@ _FUSED: dict[str, Rule] = {f"{OURS}.mlp.linear_fc1.weight": stacked(f"{THEIRS}.m
 
 def _read(fields: Fields) -> dict[str, Any]:
     bias = fields.take("attention_bias", bool, True)  # of queries, keys and values alone
-    shared = read_family(fields, groups=2, head_dim=128, epsilon=1.5625e-07, partial=0.5)
+    shared = read_family(fields, groups=2, positions=131072, head_dim=128, epsilon=1.5625e-07, partial=0.5)
     return {**shared, "add_qkv_bias": bias, "rotary_interleaved": True}
 
 

@@ -23,7 +23,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     if mlp and not attention:
         fields.refuse("mlp_bias", mlp, "attention_bias is false, but the attention of an MLP with biases has them too")
     biases = {"add_bias_linear": mlp, "add_qkv_bias": attention, "add_proj_bias": attention and not mlp}
-    return {**read_family(fields, groups=None), **biases}
+    return {**read_family(fields, groups=None, positions=2048), **biases}
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:

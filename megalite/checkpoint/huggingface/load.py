@@ -36,7 +36,7 @@ def load_huggingface(
     repeated: list[str] = []
 
     def prepare() -> None:
-        found = read_huggingface_config(directory)
+        found = read_huggingface_config(directory, None)  # asked where the run's network came from
         files = TensorFiles(directory)
         shapes = {name: piece.spec.shape for name, piece in wanted}
         weights = LogicalWeights(found.architecture, files, shapes, str(directory))

@@ -19,7 +19,7 @@ from megalite.config.schema import ModelConfig
 
 def _read(fields: Fields) -> dict[str, Any]:
     window = fields.take("sliding_window", int, 4096, nullable=True)
-    return {**read_family(fields, groups=8), "window_size": window_text(window)}
+    return {**read_family(fields, groups=8, positions=131072), "window_size": window_text(window)}
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:

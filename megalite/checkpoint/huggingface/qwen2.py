@@ -19,7 +19,7 @@ from megalite.config.schema import ModelConfig
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    result = {**read_family(fields, groups=32), "add_qkv_bias": True}
+    result = {**read_family(fields, groups=32, positions=32768), "add_qkv_bias": True}
     return {**result, "window_size": read_qwen_window(fields, result["num_layers"])}
 
 

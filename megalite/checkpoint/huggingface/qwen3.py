@@ -27,7 +27,7 @@ _NORMS: dict[str, Rule] = {
 
 def _read(fields: Fields) -> dict[str, Any]:
     fields.choose("attention_bias", (False,), False)
-    result = {**read_family(fields, groups=32, head_dim=128), "qk_layernorm": True}
+    result = {**read_family(fields, groups=32, positions=32768, head_dim=128), "qk_layernorm": True}
     return {**result, "window_size": read_qwen_window(fields, result["num_layers"])}
 
 

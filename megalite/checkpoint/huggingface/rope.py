@@ -109,7 +109,8 @@ def _merged(fields: Fields) -> Fields:
     new = fields.take("rope_parameters", dict, {})
     old = fields.take("rope_scaling", dict, {})
     above = {name: fields.values.pop(name, None) for name in _ABOVE}
-    merged = Fields({}, f"{fields.where}, rope_parameters" if new else f"{fields.where}, rope_scaling")
+    name = "rope_parameters" if new else "rope_scaling"
+    merged = Fields({}, f"{fields.where}, {name}", nested=True)
     for source in (new, old, above):
         for name, value in source.items():
             name = "rope_type" if name == "type" else name

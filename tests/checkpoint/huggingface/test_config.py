@@ -285,6 +285,44 @@ def test_what_is_not_understood_is_refused_by_name(values: dict[str, Any], messa
 
 
 @pytest.mark.parametrize(
+    "field",
+    [{"use_mrope": False}, {"gradient_checkpointing": True}, {"max_sequence_length": 9}, {"a_field_of_tomorrow": None}],
+    ids=lambda field: next(iter(field)),
+)
+def test_a_field_that_does_not_change_the_function_is_noted(field: dict[str, Any]) -> None:
+    found = parse_config({**TINY, **field}, "config.json")
+    ((name, value),) = field.items()
+    assert found.notes == [f"config.json: not used: {name} {value}"]
+    assert found.model == network(TINY)
+
+
+def test_an_unknown_field_is_left_unused_where_the_user_says_so_and_no_other_is() -> None:
+    values = {**TINY, "a": 1, "b": {"c": 2}}
+    with pytest.raises(CheckpointError, match="add --ignore-config-field a --ignore-config-field b$"):
+        parse_config(values, "config.json")
+    with pytest.raises(CheckpointError, match="not understood: b "):
+        parse_config(values, "config.json", ["a"])
+    found = parse_config(values, "config.json", ["b", "a"])
+    assert found.notes == ["config.json: not used: a 1, b {'c': 2}"]
+    for name, why in (
+        ("hidden_size", "is no field that isn't"),
+        ("use_mrope", "decides what the network computes"),
+    ):
+        with pytest.raises(CheckpointError, match=f"--ignore-config-field {name}: in config.json it {why}"):
+            parse_config({**values, "use_mrope": True}, "config.json", ["a", "b", name])
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "glm"])
+def test_a_file_without_a_length_has_the_length_of_transformers(kind: str) -> None:
+    from transformers import AutoConfig
+
+    values = {name: value for name, value in TINY.items() if name not in ("max_position_embeddings", "model_type")}
+    length = AutoConfig.for_model(kind).max_position_embeddings
+    values |= {"num_key_value_heads": 2, "head_dim": 8}
+    assert network({**values, "model_type": kind}).max_position_embeddings == length
+
+
+@pytest.mark.parametrize(
     ("values", "window"),
     [
         ({**MISTRAL, "sliding_window": 5}, "4,0"),

@@ -1,0 +1,118 @@
+"""Bytes of activations as closed formulas (Korthikanti et al. 2022), of what a pipeline chunk keeps.
+
+Key idea: from a microbatch's forward to its backward a chunk keeps what the backward reads; recomputation keeps less,
+and needs the rest once, for the layers at work. How many microbatches are kept at a time is the schedule's affair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config.schema import ROTARY, RunConfig
+
+
+@dataclass(frozen=True)
+class ChunkActivations:
+    """Bytes. `kept`: of one microbatch, from its forward to its backward. `working`: needed besides, once, while a
+    backward runs: what is recomputed, and gradients of activations."""
+
+    kept: int
+    working: int
+
+
+def chunk_activations(
+    config: RunConfig, vocab_size: int, *, layers: int, has_output: bool, fused_attention: bool
+) -> ChunkActivations:
+    """Of a resolved configuration, for a chunk of so many layers and perhaps the output.
+
+    A GPT-2 layer with dropout keeps s·b·h·34 bytes in half precision; with t tensor-parallel ranks s·b·h(10 + 24/t),
+    with sequence parallelism s·b·h·34/t; twice that in float32 without the masks. Rotary positions and gated units add
+    what they keep; attention without a fused kernel adds its s² weights.
+    """
+    assert config.data.seq_length and config.training.micro_batch_size
+    tokens = config.data.seq_length * config.training.micro_batch_size
+    layer = _Layer.of(config, fused_attention=fused_attention)
+    kept, working = layer.of_chunk(config, layers)
+    working += layer.gradients
+    if has_output:
+        compute = compute_bytes(config)
+        logits = compute * -(-vocab_size // config.layout.tensor_model_parallel_size)
+        output = 2 * layer.input + logits  # with input and result of the last norm
+        kept += output
+        working = max(working - output, logits)  # when the layers' backward runs, the output's is over
+    return ChunkActivations(int(tokens * kept), int(tokens * working))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Bytes a token. `input`: the layer's; `kept`: all that its backward reads; `again`: the part of it that selective
+    recomputation computes again; `gradients`: of activations, the most at a time."""
+
+    input: float
+    kept: float
+    again: float
+    gradients: float
+
+    @classmethod
+    def of(cls, config: RunConfig, *, fused_attention: bool) -> _Layer:
+        model, layout, compute = config.model, config.layout, compute_bytes(config)
+        assert model.hidden_size and model.ffn_hidden_size and model.num_attention_heads and model.kv_channels
+        tp = layout.tensor_model_parallel_size
+        between = model.hidden_size / (tp if layout.sequence_parallel else 1)
+        heads, groups = model.num_attention_heads / tp, max(1, model.num_query_groups / tp)
+        up = model.ffn_hidden_size / tp * (2 if model.swiglu else 1)
+        attention = (2 * heads + 2 * groups) * model.kv_channels  # queries, keys, values, result
+        if model.position_embedding_type in ROTARY:
+            attention += (heads + groups) * model.kv_channels
+        weights = 0.0 if fused_attention else _attention_weights(config) * heads
+        mlp = compute * 2 * up
+        norms = compute * 2 * between  # their results; their inputs are as large
+        masks = 2 * between if model.hidden_dropout else 0.0
+        modules = _recomputed_modules(config)
+        again = {"core_attn": weights, "mlp": mlp, "layernorm": norms}
+        return cls(
+            input=compute * between,
+            kept=2 * norms + masks + compute * attention + weights + mlp,
+            again=sum(count for name, count in again.items() if name in modules),
+            gradients=compute * (up + 2 * model.hidden_size),
+        )
+
+    def of_chunk(self, config: RunConfig, layers: int) -> tuple[float, float]:
+        """Kept and computed again, by a chunk of so many layers."""
+        training = config.training
+        if training.recompute_granularity != "full":
+            return layers * (self.kept - self.again), self.again
+        count = min(layers, training.recompute_num_layers or 1)
+        if training.recompute_method == "uniform":
+            return -(-layers // max(1, count)) * self.input, count * self.kept
+        return count * self.input + (layers - count) * self.kept, self.kept
+
+
+def _attention_weights(config: RunConfig) -> float:
+    """Bytes of the softmax of one head and query: wide, rounded to the compute dtype, its mask, and the rest after
+    it."""
+    assert config.data.seq_length
+    compute = compute_bytes(config)
+    each = wide_bytes(config) + (compute if compute != wide_bytes(config) else 0)
+    if config.model.attention_dropout:
+        each += 1 + compute
+    return float(config.data.seq_length * each)
+
+
+def _recomputed_modules(config: RunConfig) -> set[str]:
+    if config.training.recompute_granularity != "selective":
+        return set()
+    modules = set(config.training.recompute_modules or ["core_attn"])
+    if config.layout.pipeline_schedule == "zb-h1":  # the weight gradients that wait keep the linear layers' inputs
+        modules -= {"mlp", "layernorm"}
+    return modules
+
+
+def compute_bytes(config: RunConfig) -> int:
+    """Of a number in the compute dtype."""
+    return 2 if config.precision.bf16 or config.precision.fp16 else wide_bytes(config)
+
+
+def wide_bytes(config: RunConfig) -> int:
+    """Of a number in the wide dtype."""
+    return 8 if config.precision.fp64 else 4

@@ -1,0 +1,111 @@
+"""Predicted bytes of activations against the paper's formulas and against what a step really holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.resolve import resolve
+from megalite.config.schema import RunConfig
+from megalite.data.microbatch import Microbatch
+from megalite.distributed.layout import Layout
+from megalite.estimate.activations import chunk_activations
+from megalite.models.gpt import GPTStage
+from megalite.models.stages import stage_spans
+from megalite.nn.attention_backend import choose_backend
+from megalite.nn.module import Build, initialize, specs_of
+from megalite.nn.recompute import Recompute
+from megalite.pipeline.lowering import COMMUNICATION
+from megalite.pipeline.schedules import BACKWARD_WEIGHT, FORWARD
+from megalite.training.executor import HIDDEN, GPTExecutor
+from megalite.training.memory import PeakMemory
+from megalite.training.plan import Plan
+from megalite.training.report import predicted_memory
+from tests.helpers import FP32, LLAMA, VOCABULARY, FixedSink, data_mesh, tiny_config, tiny_tokens
+
+LENGTH, MICROBATCHES = 64, 4
+
+
+def config_of(network: dict[str, Any], **settings: Any) -> RunConfig:
+    """Resolved, of 8 layers; `settings`: fields of the layout or of training."""
+    config = RunConfig(model=tiny_config(num_layers=8, hidden_size=64, **network))
+    config.data.seq_length, config.data.mock_data = LENGTH, True
+    config.training.micro_batch_size, config.training.global_batch_size = 2, 2 * MICROBATCHES
+    config.training.train_iters, config.learning_rate.lr = 1, 1e-3
+    for name, value in settings.items():
+        setattr(config.layout if hasattr(config.layout, name) else config.training, name, value)
+    return resolve(config, config.layout.tensor_model_parallel_size * config.layout.pipeline_model_parallel_size)
+
+
+def step_of(config: RunConfig, rank: int) -> tuple[int, int]:
+    """(predicted, measured) bytes of activations of one pipeline rank, alone: what others would send is made up."""
+    mesh = data_mesh(Layout(pp=config.layout.pipeline_model_parallel_size), rank)
+    build = Build(config.model, mesh, FP32, recompute=Recompute.from_config(config.training))
+    backend = choose_backend(config, "cpu")
+    stages = [GPTStage(build, VOCABULARY, span, backend) for span in stage_spans(config)[rank]]
+    for stage in stages:
+        initialize(stage, 1)
+    for _, parameter, _ in specs_of(stages):
+        parameter.gradient_sink = FixedSink(torch.zeros_like(parameter))
+    executor, plan = GPTExecutor(stages, mesh, label_smoothing=0.0), Plan(config, rank)
+    text = tiny_tokens(2, LENGTH)
+    batch = Microbatch(
+        text[:, :-1], text[:, 1:], torch.ones(2, LENGTH, dtype=torch.bool), torch.arange(LENGTH)[None].expand(2, -1),
+        torch.arange(2),
+    )  # fmt: skip
+    executor.begin([batch] * MICROBATCHES, dropout_key=torch.tensor(1))
+    with PeakMemory(torch.device("cpu")) as memory:
+        for action in plan.training(MICROBATCHES):
+            if action.kind in COMMUNICATION:
+                continue
+            span, hidden = stages[action.chunk].span, {HIDDEN: torch.randn(LENGTH, 2, 64)}
+            at_end = span.has_embedding if action.kind == FORWARD else span.has_output
+            given = [] if at_end or action.kind == BACKWARD_WEIGHT else [hidden]
+            getattr(executor, action.kind)(action.chunk, action.microbatch, *given)
+            del hidden, given
+    return predicted_memory(config, stages, plan, mesh).activations, memory.peak
+
+
+PIPELINE = {"pipeline_model_parallel_size": 4}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+LLAMA_LIKE = {**LLAMA, "ffn_hidden_size": 160}
+
+
+@pytest.mark.parametrize(
+    ("network", "settings"),
+    [
+        pytest.param({}, {}, id="one stage"),
+        pytest.param(LLAMA_LIKE, {}, id="one stage, llama"),
+        pytest.param(LLAMA_LIKE, FULL, id="one stage, full, llama"),
+        pytest.param({}, {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}, id="mlp"),
+        pytest.param({}, PIPELINE, id="1f1b"),
+        pytest.param({}, PIPELINE | FULL, id="1f1b, full"),
+        pytest.param({}, PIPELINE | {"pipeline_schedule": "gpipe"}, id="gpipe"),
+        pytest.param({}, PIPELINE | {"pipeline_schedule": "zb-h1"}, id="zb-h1"),
+        pytest.param({}, PIPELINE | {"num_virtual_stages_per_pipeline_rank": 2}, id="interleaved"),
+    ],
+)
+def test_the_prediction_is_what_a_step_holds_within_15_percent(
+    network: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    config = config_of(network, **settings)
+    for rank in {0, config.layout.pipeline_model_parallel_size - 1}:
+        predicted, measured = step_of(config, rank)
+        assert predicted == pytest.approx(measured, rel=0.15), rank
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel", "per_token"), [(1, False, 34), (4, False, 16), (4, True, 8.5)])
+def test_a_layer_keeps_what_the_paper_says(tp: int, sequence_parallel: bool, per_token: float) -> None:
+    """Korthikanti et al. 2022: s b h (10 + 24 / t), with sequence parallelism 34 / t, in half precision."""
+    config = config_of({"hidden_dropout": 0.1}, tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel)
+    config.precision.bf16 = True
+    each = chunk_activations(config, 131, layers=1, has_output=False, fused_attention=True).kept
+    assert each == LENGTH * 2 * 64 * per_token
+    config.training.recompute_granularity, config.training.recompute_num_layers = "full", 1
+    config.training.recompute_method = "uniform"
+    each = chunk_activations(config, 131, layers=1, has_output=False, fused_attention=True).kept
+    assert each == LENGTH * 2 * 64 * 2 / (tp if sequence_parallel else 1)

@@ -1,0 +1,98 @@
+"""`--deterministic-mode`: what it sets, that it ends, and on a GPU that the same numbers come every time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config.errors import FlagError
+from megalite.distributed.launch import Environment
+from megalite.distributed.mesh import Mesh, single_process_mesh
+from megalite.models.gpt import plain_info
+from megalite.nn.module import named_specs
+from megalite.training import pretrain
+from megalite.training.determinism import deterministic, prepare_determinism
+from tests.helpers import BF16, LLAMA, tiny_model, tiny_tokens
+
+CUDA, VARIABLES = torch.device("cuda"), ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_torchs_switch_is_on_while_the_run_lasts_and_then_as_before(
+    wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    @contextlib.contextmanager
+    def start(*_: object) -> Iterator[Mesh]:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(pretrain, "start", start)
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8"
+    flags += " --mock-data --tokenizer-type NullTokenizer --vocab-size 10 --micro-batch-size 1 --lr 1 --train-iters 1"
+    with pytest.raises(KeyboardInterrupt):
+        pretrain.pretrain(
+            [*flags.split(), "--device", "cpu", *(["--deterministic-mode"] if wanted else [])],
+            Environment(),
+            program="",
+            description="",
+        )
+    assert seen == [wanted]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_what_cublas_and_nccl_read_is_set_before_cuda_starts_and_a_users_own_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    prepare_determinism(torch.device("cpu"))
+    assert not any(name in os.environ for name in VARIABLES)
+    prepare_determinism(CUDA)
+    assert [os.environ[name] for name in VARIABLES] == [":4096:8", "Ring"]
+    for name, value in zip(VARIABLES, (":16:8", "^NVLS"), strict=True):
+        monkeypatch.setenv(name, value)
+    prepare_determinism(CUDA)
+    assert [os.environ[name] for name in VARIABLES] == [":16:8", "^NVLS"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("CUBLAS_WORKSPACE_CONFIG", ":0:0"), ("NCCL_ALGO", "NVLS,Ring")])
+def test_a_setting_that_allows_sums_in_any_order_is_refused(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in VARIABLES:
+        monkeypatch.setenv(other, ":16:8" if other == VARIABLES[0] else "Ring")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(FlagError, match=f"--deterministic-mode: the environment has {name}={value}"):
+        prepare_determinism(CUDA)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("window", [None, "32,0"])
+def test_on_cuda_a_backward_gives_the_same_bits_every_time(window: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many equal tokens, whose rows of the embedding are summed, and long attention, whose queries' gradients are."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, ":4096:8" if name == VARIABLES[0] else "Ring")
+    mesh = single_process_mesh(CUDA)
+    text = tiny_tokens(4, 1024, vocab_size=7).to(CUDA)
+
+    def gradients() -> dict[str, Tensor]:
+        model = tiny_model(
+            mesh, BF16, vocab_size=7, **LLAMA, max_position_embeddings=1024, hidden_size=128, window_size=window
+        )
+        hidden = model(text[:, :-1], plain_info(text[:, :-1]))
+        model.token_losses(hidden, text[:, 1:]).sum().backward()
+        return {name: p.grad for name, p, _ in named_specs(model) if p.grad is not None}
+
+    with deterministic(True):
+        first = gradients()
+        for _ in range(4):
+            assert all(torch.equal(grad, first[name]) for name, grad in gradients().items())
