@@ -42,6 +42,10 @@ done
     --save "$folder/checkpoint" --load "$folder/checkpoint" --metrics-file "$folder/metrics.jsonl" \
     --exit-signal-handler
 
-"$python" tools/generate.py --load "$folder/checkpoint" --temperature 0.8 --top-k 40 --max-new-tokens 96 --prompt "《春思》
-作者：李白
+echo "for comparison, a model that counts pairs of tokens, on the same held-out text:"
+"$python" -m megalite.data.bigram --train "$folder/train_text_document" --valid "$folder/valid_text_document" \
+    --vocab-size 6144
+
+"$python" tools/generate.py --load "$folder/checkpoint" --temperature 0.8 --top-k 40 --max-new-tokens 96 --prompt "《秋夜》
+作者：王维
 "
