@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint import options as conversion
-from megalite.config.argfiles import expand_argument_files
+from megalite.config.entry import Loaders, read_config
+from megalite.config.errors import FlagError
 from megalite.config.fields import finetuning_sections
 from megalite.config.flags import FlagParser, build_parser, parse_namespace
 from tests.helpers import load_tool
@@ -80,7 +81,7 @@ def test_the_commands_of_a_page_parse(page: str, monkeypatch: pytest.MonkeyPatch
         for word in words:
             if word.startswith("--"):
                 assert parser.knows(word.split("=")[0]), f"{page}: {program} has no {word}"
-        if exact(words) and all(Path(word[1:]).is_file() for word in words if word.startswith("@")):
+        if exact(words) and not any(word.startswith("@") and not Path(word[1:]).is_file() for word in words):
             parse_namespace(parser, words)
 
 
@@ -99,5 +100,27 @@ def test_every_file_that_a_page_links_to_or_reads_flags_from_exists(page: str) -
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
-    for name in re.findall(r"@(examples/[\w/]+\.args)", text):
-        assert expand_argument_files([f"@{ROOT / name}"]), name
+    for _, words in commands(page):
+        files = [word[1:] for word in words if word.startswith("@examples/")]
+        assert all((ROOT / file).is_file() for file in files), f"{page}: {files}"
+
+
+# Commands behind the messages that docs/zh/errors.md explains.
+MISTAKES = [
+    "--hiden-size 3",
+    "--tensor-model-parallel-size 2",
+    "--num-attention-heads 3",
+    "--global-batch-size 7",
+    "--bf16 --fp16",
+    "--seq-length 128",
+    "--fp8-format hybrid",
+    "@examples/none.args",
+]
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_the_page_of_errors_quotes_messages_as_they_are(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(FlagError) as caught:
+        read_config(["@examples/tiny.args", *words.split()], "pretrain_gpt.py", "d", world_size=1, loaders=Loaders())
+    assert f"**`{caught.value}`**" in (ROOT / "docs/zh/errors.md").read_text(encoding="utf-8")
