@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -12,7 +13,16 @@ if importlib.util.find_spec("megalite") is None:
 
 from megalite.config.cli import run_tool
 from megalite.config.fields import section_names
-from megalite.config.flags import FlagParser, build_parser, explicit_fields, parse_namespace, read_run
+from megalite.config.flags import (
+    FlagParser,
+    build_parser,
+    explicit_fields,
+    parse_namespace,
+    read_run,
+    to_float,
+    to_int,
+)
+from megalite.config.smallest import refuse_few_flags
 
 DESCRIPTION = "Run a layout and one process from the same start and compare losses and all gradients. Takes the flags of a run of pretrain_gpt.py or finetune.py. Exit status: 0 equal, 1 not, 2 bad flags."  # noqa: E501
 
@@ -23,32 +33,51 @@ def parser() -> FlagParser:
     add(
         "--shrink",
         action="store_true",
-        help="small network, batch and data of the same structure; --load-hf then gives the structure alone",
+        help="small network, layout, batch and data of the same structure; --load-hf then gives the structure alone",
     )
-    add("--processes", type=int, metavar="N", help="processes of the layout (default: TP x PP x CP, twice if 8 allow)")
-    add("--matrix", type=int, metavar="N", help="prove all layouts of up to N processes instead of the given one")
-    add("--tolerance", type=float, default=1e-10, help="largest relative difference that is equal (default: 1e-10)")
-    add("--steps", type=int, default=10, help="steps to compare (default: 10)")
+    add("--keep-layout", action="store_true", help="with --shrink: keep TP, PP and virtual stages as given")
+    processes = "processes to start (default: TP x PP x CP, twice that where it is up to 8)"
+    add("--processes", type=at_least_one, metavar="N", help=processes)
+    most = "refuse a proof of more processes (default: 4 a CPU core, but at least 16)"
+    add("--most-processes", type=at_least_one, metavar="N", help=most)
+    matrix = "prove all layouts of up to N processes instead of the given one"
+    add("--matrix", type=at_least_one, metavar="N", help=matrix)
+    tolerance = "largest relative difference that counts as equal (default: 1e-10)"
+    add("--tolerance", type=tolerance_of, default=1e-10, metavar="X", help=tolerance)
+    add("--steps", type=at_least_one, default=10, metavar="N", help="steps to compare (default: 10)")
     add("--json", metavar="FILE", help="write the table as JSON")
     return flags
+
+
+def at_least_one(text: str) -> int:
+    """A whole number from 1 on, for argparse."""
+    number = to_int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def tolerance_of(text: str) -> float:
+    """A number from 0 to below 1, for argparse."""
+    number = to_float(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be from 0 to below 1")
+    return number
 
 
 def main(arguments: list[str]) -> int:
     given, notes = parse_namespace(parser(), arguments)
     from megalite.distributed.pool import WorkerError, WorkerTimeout
     from megalite.training.prepare import fill_config
-    from megalite.verify.report import prove_matrix, prove_one
+    from megalite.verify.report import Size, prove_matrix, prove_one
 
     config = read_run(given)
     notes += fill_config(config, explicit_fields(given))
-    for note in notes:
-        print(note, file=sys.stderr)
+    refuse_few_flags(config, "verify_parallel.py")
+    size = Size(given.matrix or given.processes, given.shrink, given.keep_layout, given.most_processes)
+    prove = prove_one if given.matrix is None else prove_matrix
     try:
-        if given.matrix is not None:
-            rows = prove_matrix(config, processes=given.matrix, steps=given.steps, tolerance=given.tolerance)
-        else:
-            size = {"processes": given.processes, "shrunk": given.shrink}
-            rows = prove_one(config, **size, steps=given.steps, tolerance=given.tolerance)
+        rows = prove(config, size, steps=given.steps, tolerance=given.tolerance, notes=notes)
     except (WorkerError, WorkerTimeout) as error:
         print(f"NOT COMPARED, a run failed: {error}", file=sys.stderr)
         return 1

@@ -1,0 +1,29 @@
+"""Whole numbers as users write them.
+
+Key idea: decimal arithmetic, so that no number is rounded on its way: `2.4B` is exact, `16.9` is refused.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal, InvalidOperation
+
+LARGEST = 2**63 - 1  # what a tensor of integers can hold
+_SUFFIXES = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
+
+
+def whole_number(text: str, *, suffixes: bool = False) -> int:
+    """`12`, `1e6` or `1000.0`; with `suffixes` also `2.4B` (K, M, B, T: powers of 1000). A ValueError says why not."""
+    power = _SUFFIXES.get(text[-1:].upper(), 0) if suffixes else 0
+    try:
+        value = Decimal(text[:-1] if power else text)
+    except InvalidOperation:
+        kind = "a number with one of the suffixes K, M, B, T" if suffixes else "a number"
+        raise ValueError(f"{text} is not {kind}") from None
+    if not value.is_finite():
+        raise ValueError(f"{text} is not a finite number")
+    if abs(value) > LARGEST or abs(value.scaleb(power)) > LARGEST:
+        raise ValueError(f"{text} is too large: at most {LARGEST}")
+    value = value.scaleb(power)
+    if value != value.to_integral_value():
+        raise ValueError(f"{text} is not a whole number")
+    return int(value)
