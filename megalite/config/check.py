@@ -1,7 +1,7 @@
 """Everything that can be wrong with a configuration, found before any process group exists.
 
 Key idea: a setting is honoured or refused, never ignored. `check` finds what could not run anywhere, `not_built` what
-megalite can't run yet, `without_effect` what runs but does nothing. All three return plain lines for the user.
+megalite can't run yet, `without_effect` what is set but changes nothing. All three return plain lines for the user.
 """
 
 from __future__ import annotations

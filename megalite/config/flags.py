@@ -39,6 +39,7 @@ from megalite.config.megatron_flags import (
 )
 from megalite.config.numbers import whole_number
 from megalite.config.schema import RunConfig
+from megalite.config.smallest import NEEDED
 
 GIVEN_MEGATRON_FLAGS = "flags of Megatron-LM"  # in a namespace; no flag can collide with a name with blanks
 EPILOG = (
@@ -193,6 +194,8 @@ def _help(field: Field) -> str:
         parts.append(" (default: off)")
     elif field.default is not None:
         parts.append(f" (default: {field.default})")
+    elif field.path in (*NEEDED, "learning_rate.lr"):
+        parts.append(" (needed; no default)")
     elif "default" not in field.help:
         parts.append(" (default: none)")
     if field.planned:
