@@ -101,7 +101,8 @@ def _yarn_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def yarn_turns(model: ModelConfig) -> tuple[float, float]:
-    """Rotations in the original length above which a pair isn't scaled, and below which it is scaled fully (Peng et al. 2023)."""
+    """Rotations in the original length above which a pair isn't scaled, and below which it is scaled by the whole
+    factor (Peng et al. 2023)."""
     return (
         32.0 if model.yarn_beta_fast is None else model.yarn_beta_fast,
         1.0 if model.yarn_beta_slow is None else model.yarn_beta_slow,

@@ -5,9 +5,10 @@ Key idea: decimal arithmetic, so that no number is rounded on its way: `2.4B` is
 
 from __future__ import annotations
 
-from decimal import Decimal, InvalidOperation
+from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal, InvalidOperation
 
 LARGEST = 2**63 - 1  # what a tensor of integers can hold
+_EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
 _SUFFIXES = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
 
 
@@ -21,9 +22,10 @@ def whole_number(text: str, *, suffixes: bool = False) -> int:
         raise ValueError(f"{text} is not {kind}") from None
     if not value.is_finite():
         raise ValueError(f"{text} is not a finite number")
-    if abs(value) > LARGEST or abs(value.scaleb(power)) > LARGEST:
+    if -LARGEST <= value <= LARGEST:  # comparisons are exact for any exponent
+        value = value.scaleb(power, _EXACT)
+    if not -LARGEST <= value <= LARGEST:
         raise ValueError(f"{text} is too large: at most {LARGEST}")
-    value = value.scaleb(power)
     if value != value.to_integral_value():
         raise ValueError(f"{text} is not a whole number")
     return int(value)

@@ -185,12 +185,10 @@ def test_a_command_with_few_flags_is_told_one_thing_a_command_that_works(program
     _, example, _ = str(caught.value).splitlines()
     python, name, *flags = example.split()
     assert (python, name) == ("python", program)
-    network = ["--preset", "llama-tiny", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]  # as DIR would give
-    read_config([*(network if "--load-hf" in flags else []), *_without_base(flags)], program, "d", 1, sections=sections)
-
-
-def _without_base(flags: list[str]) -> list[str]:
-    return flags[2:] if flags[0] == "--load-hf" else flags
+    if flags[0] == "--load-hf":  # network and tokenizer, as its folder would give
+        flags[:2] = ["--preset", "llama-125m", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    config, _ = read_config(flags, program, "d", 1, sections=sections)
+    assert config.model.num_layers
 
 
 def test_megatrons_llama3_8b_list_runs_shrunk_to_one_rank_without_fp8() -> None:

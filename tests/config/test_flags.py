@@ -32,6 +32,9 @@ def parse(*argv: str) -> tuple[RunConfig, set[str], list[str]]:
     return parse_flags(argv, "pretrain_gpt.py", "Pretrain.")
 
 
+PARSER = build_parser("p", "d", section_names())  # it keeps nothing between two calls
+
+
 def help_of(parser: argparse.ArgumentParser) -> dict[str, str]:
     return {name: action.help or "" for action in parser._actions for name in action.option_strings}
 
@@ -84,16 +87,18 @@ def test_a_whole_number_is_never_rounded() -> None:
     for text in ("1e30", "1e999999999", "9" * 5000):
         with pytest.raises(FlagError, match="is too large: at most 9223372036854775807"):
             parse("--train-samples", text)
+    with pytest.raises(FlagError, match="is not a whole number"):
+        parse("--train-samples", "1e-999999999")
 
 
 def test_help_names_the_default_of_every_field_that_gets_one_later() -> None:
     config, _ = read_config(SMALLEST["pretrain_gpt.py"].split()[2:], "pretrain_gpt.py", "d", 1)
     filled = [field for field in all_fields().values() if field.default is None and get(config, field.path) is not None]
-    explicit = parse(*SMALLEST["pretrain_gpt.py"].split()[2:])[1]
+    explicit, helps = parse(*SMALLEST["pretrain_gpt.py"].split()[2:])[1], help_of(PARSER)
     for field in filled:
         network = field.section == "model" and field.name in preset_fields("llama-tiny")
         if field.path not in explicit and not network:
-            assert "(default: none)" not in help_of(build_parser("p", "d", section_names()))[field.option], field.path
+            assert "(default: none)" not in helps[field.option], field.path
 
 
 def test_helps_default_of_yarns_bounds_is_what_runs() -> None:

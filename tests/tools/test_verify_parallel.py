@@ -190,7 +190,7 @@ def test_files_that_are_not_there_are_made_for_a_proof_at_full_size(
 
 @pytest.mark.parametrize(
     "words",
-    ["--tolerance nan", "--tolerance inf", "--steps 0", "--processes -1", "--matrix 1.5", "--most-processes inf"],
+    ["--tolerance nan", "--tolerance inf", "--steps 0", "--processes -1", "--matrix 1.5"],
 )
 def test_numbers_that_would_prove_nothing_are_refused(tool: ModuleType, words: str) -> None:
     with pytest.raises(FlagError, match=words.split()[0]):
