@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.cli import run_tool
+from megalite.config.cli import at_least_one, below_one, run_tool
 from megalite.config.fields import section_names
 from megalite.config.flags import (
     FlagParser,
@@ -19,8 +18,6 @@ from megalite.config.flags import (
     explicit_fields,
     parse_namespace,
     read_run,
-    to_float,
-    to_int,
 )
 from megalite.config.smallest import refuse_few_flags
 
@@ -43,26 +40,10 @@ def parser() -> FlagParser:
     matrix = "prove all layouts of up to N processes instead of the given one"
     add("--matrix", type=at_least_one, metavar="N", help=matrix)
     tolerance = "largest relative difference that counts as equal (default: 1e-10)"
-    add("--tolerance", type=tolerance_of, default=1e-10, metavar="X", help=tolerance)
+    add("--tolerance", type=below_one, default=1e-10, metavar="X", help=tolerance)
     add("--steps", type=at_least_one, default=10, metavar="N", help="steps to compare (default: 10)")
     add("--json", metavar="FILE", help="write the table as JSON")
     return flags
-
-
-def at_least_one(text: str) -> int:
-    """A whole number from 1 on, for argparse."""
-    number = to_int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
-
-
-def tolerance_of(text: str) -> float:
-    """A number from 0 to below 1, for argparse."""
-    number = to_float(text)
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be from 0 to below 1")
-    return number
 
 
 def main(arguments: list[str]) -> int:
