@@ -52,12 +52,17 @@ def on_one_process(config: RunConfig) -> RunConfig:
     return config
 
 
-def resolved(config: RunConfig, world_size: int) -> RunConfig:
-    """Checked and with all derived values; a FlagError says what is wrong."""
+def checked(config: RunConfig, world_size: int) -> RunConfig:
+    """With all derived values; a FlagError says what is wrong with the flags. Schedules are not looked at."""
     problems = check(config, world_size) + not_built(config)
     if problems:
         raise FlagError("\n".join(problems))
-    result = resolve(config, world_size)
+    return resolve(config, world_size)
+
+
+def resolved(config: RunConfig, world_size: int) -> RunConfig:
+    """As `checked`; also the length of the run and its schedule's microbatches are right."""
+    result = checked(config, world_size)
     problems = run_problems(result, world_size)
     if problems:
         raise FlagError("\n".join(problems))

@@ -20,9 +20,9 @@ from megalite.distributed.launch import Environment
 from megalite.distributed.pool import ProcessPool
 from megalite.estimate.memory import estimate_memory
 from megalite.estimate.model import count_parameters
-from megalite.training.prepare import Prepared, prepare_config
+from megalite.training.prepare import prepare_config
 from megalite.verify.compare import Difference
-from megalite.verify.configs import for_proof, resolved
+from megalite.verify.configs import checked, for_proof
 from megalite.verify.layouts import Variant, variants
 from megalite.verify.proof import Prover
 from megalite.verify.replace import replace_absent_files, replaced_note, unused_note, use_made_data
@@ -88,13 +88,15 @@ def prove_one(config: RunConfig, size: Size, *, steps: int, tolerance: float, no
             world = size.processes or _world(config.layout, least=1)
         text = describe(config.layout, world)
         size.refuse_if_over(world, text, "--shrink proves a small layout of the same kind")
-        checked = _checked(config, world)
-        _refuse_beyond_memory(checked, world)
+        run = checked(config, world)
+        _refuse_beyond_memory(run, world)
+        # What a worker would find wrong with files is told here, in place of a run that fails.
+        run = prepare_config(run, Environment(0, world, 0, world)).config
         _announce(f"{world} processes will start on {_cores()} CPU cores: {text}{_from(asked, config)}", notes)
         with ProcessPool(world) as pool:
             difference = Prover(pool, steps, progress=_progress).prove(config, world)
     row = Row(text, world, difference, difference.worst <= tolerance)
-    _print_row(row, f"{steps} steps in float64{_trained(checked.config.peft)}", tolerance)
+    _print_row(row, f"{steps} steps in float64{_trained(run.peft)}", tolerance)
     return [row]
 
 
@@ -166,23 +168,19 @@ def _shrunk(config: RunConfig, size: Size, folder: Path) -> tuple[RunConfig, int
         raise FlagError(f"--processes {world}: {describe(layout)} takes a multiple of {_least(layout)} processes")
     if config.finetune.sft_data is None:
         use_made_data(config, 1)
-    given = resolved(config, copies * _least(config.layout))
+    size.refuse_if_over(world, describe(layout, world), "Leave out --keep-layout")
+    given = checked(config, copies * _least(config.layout))
     return shrink(given, copies, folder, None if size.keep_layout else layout), world
 
 
-def _checked(config: RunConfig, world: int) -> Prepared:
-    """`config` resolved. A FlagError for what a worker would find wrong with files, in place of a run that fails."""
-    return prepare_config(resolved(config, world), Environment(0, world, 0, world))
-
-
-def _refuse_beyond_memory(prepared: Prepared, world: int) -> None:
+def _refuse_beyond_memory(config: RunConfig, world: int) -> None:
     """A FlagError for a network that this machine's memory can't hold: parameters, gradients and moments of all
     processes, or of the one process."""
-    count = count_parameters(prepared.config.model, prepared.vocab_size).total
-    layout = prepared.config.layout
-    copies = world // _least(layout)
+    rows = config.model.model_vocab_size or config.tokenizer.vocab_size or 1  # no tokenizer has been read yet
+    count = count_parameters(config.model, rows).total
+    copies = world // _least(config.layout)
     local = count * copies // world
-    one = estimate_memory(prepared.config, local, prepared.vocab_size, fused_attention=True, ranks=copies)
+    one = estimate_memory(config, local, rows, fused_attention=True, ranks=copies)
     held = world * (one.total - one.activations)
     needed = max(held, 4 * 8 * count) + world * _PROCESS_BYTES
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
