@@ -137,7 +137,7 @@ def _refuse_misfits(path: Path, plan: ReadPlan) -> None:
     if plan.missing:
         advice = _hint(path, set())
         if all(key.startswith(STATE_PREFIX) for key in plan.missing):
-            advice = "\n--no-load-optim loads the weights and starts the optimizer afresh."
+            advice = "\n--no-load-optim loads the weights and starts the optimizer without a state."
         raise CheckpointError(f"{path} lacks{_listed(plan.missing)}{advice}")
     if plan.gaps:
         raise CheckpointError(f"{path} holds only parts of{_listed(plan.gaps)}")

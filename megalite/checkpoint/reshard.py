@@ -1,4 +1,4 @@
-"""A checkpoint's files written anew, in another number, bit for bit the same.
+"""A checkpoint's files written again, in another number, bit for bit the same.
 
 Key idea: loading at another layout needs none of this, since files hold logical tensors and every rank reads its part
 of them. What a checkpoint of many ranks has is many files, each with pieces of tensors; here every tensor becomes one

@@ -10,6 +10,7 @@ from megalite.config.fields import all_fields, get
 from megalite.config.resolve import DEFAULT_TOKENIZER, data_parallel_size, parse_split
 from megalite.config.schema import RunConfig
 
+MOST_GROWTHS = 1 << 16  # of --rampup-batch-size: each becomes an entry of a list
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
 TOKENIZER_NEEDS = {
     "SentencePieceTokenizer": ("tokenizer_model",),
@@ -55,7 +56,9 @@ def _rampup_problems(rampup: list[int], last: int, per_step: int, whole: str) ->
     if start < 1 or increment < 1 or samples < 0:
         yield f"{flag}: START and INCREMENT must be at least 1, SAMPLES not negative"
         return
-    if start > last:
+    if (last - start) // increment > MOST_GROWTHS:
+        yield f"{flag}: the batch would grow {(last - start) // increment} times; at most {MOST_GROWTHS} are possible"
+    elif start > last:
         yield f"{flag}: START is above --global-batch-size {last}"
     elif (last - start) % increment:
         yield f"{flag}: INCREMENT does not divide --global-batch-size {last} - START = {last - start}"
@@ -224,9 +227,11 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
     given = config.tokenizer.tokenizer_type
     kind = given or DEFAULT_TOKENIZER
     default = "" if given else " (the default)"
-    for name in TOKENIZER_NEEDS[kind]:
-        if getattr(config.tokenizer, name) is None:
-            yield f"--tokenizer-type {kind}{default} needs --{name.replace('_', '-')}"
+    missing = [
+        f"--{name.replace('_', '-')}" for name in TOKENIZER_NEEDS[kind] if getattr(config.tokenizer, name) is None
+    ]
+    if missing:
+        yield f"--tokenizer-type {kind}{default} needs {' and '.join(missing)}"
 
 
 def checkpoint_problems(config: RunConfig) -> Iterator[str]:

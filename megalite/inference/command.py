@@ -116,7 +116,7 @@ def talk(loaded: LoadedModel, dialogue: Dialogue, options: GenerationOptions) ->
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (gives `input` a history and editing)
-        say("/reset begins anew, /exit ends; Ctrl-C cuts an answer short")
+        say("/reset starts a new conversation, /exit ends; Ctrl-C stops an answer")
     read: Callable[[], str] = lambda: input("> " if interactive else "")  # noqa: E731
     converse(loaded, dialogue, options, read=read, show=show)
 

@@ -253,7 +253,7 @@ def choose_schedule(config: RunConfig, mine: Schedule, stored: Schedule) -> tupl
     changed = [f"{key} {theirs[key]} → {value}" for key, value in mine.to_dict().items() if theirs[key] != value]
     return mine, [
         "the command line's schedule replaces the checkpoint's: " + ", ".join(changed) + " "
-        "(--override-opt_param-scheduler: no more word of it; --use-checkpoint-opt_param-scheduler: the checkpoint's)"
+        "(--override-opt_param-scheduler hides this line; --use-checkpoint-opt_param-scheduler takes the checkpoint's)"
     ]
 
 
