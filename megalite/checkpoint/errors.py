@@ -32,10 +32,10 @@ def reason(error: BaseException) -> str:
 
 
 def attempt(function: Callable[[], object]) -> str | None:
-    """Run `function`; the message of what went wrong with the file system or the checkpoint, None where nothing did."""
+    """Run `function`; the message of what went wrong with the file system or a file, None where nothing did."""
     try:
         function()
-    except (CheckpointError, OSError) as error:
+    except (UserError, OSError) as error:
         return str(error)
     return None
 
