@@ -25,6 +25,12 @@ def digest(content: bytes | memoryview) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
+def file_digest(path: str) -> str:
+    """`digest` of a file's content."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
 def cached_arrays(
     folder: str,
     label: str,

@@ -24,7 +24,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megalite.config.errors import UserError
-from megalite.data.cache import digest
 from megalite.files.atomic import remove_leftovers, replacing, sync
 from megalite.files.owner import owning
 
@@ -224,12 +223,6 @@ def _missing(prefix: str, path: str) -> str:
     if os.path.isfile(bin_path(prefix)):
         return f"no file {path} beside {bin_path(prefix)}; an interrupted run leaves no index, preprocess again"
     return f"no file {path}; a data path is the prefix of a .bin and .idx pair"
-
-
-def index_digest(prefix: str) -> str:
-    """Hash of an `.idx`: another where the data was made anew, unless each sequence has the length that it had."""
-    data = np.memmap(idx_path(prefix), mode="r", dtype=np.uint8)
-    return digest(data.data)
 
 
 class _Discarded(Exception):

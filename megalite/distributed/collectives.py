@@ -40,13 +40,13 @@ def all_gather_objects(value: Any, group: Group) -> list[Any]:
 def gather_tensors(
     mine: Sequence[tuple[Label, Tensor]], group: Group, device: torch.device
 ) -> Iterator[tuple[Label, Tensor]]:
-    """Every member's labelled contiguous tensors on `device`, in group order, one at a time on the first member; none
+    """Every member's labelled tensors, in group order, one at a time on the first member, on `device`; none
     on the others. Labels are picklable and small. Collective: every member must exhaust it."""
     told = [(label, tuple(tensor.shape), tensor.dtype) for label, tensor in mine]
     everyone = all_gather_objects(told, group)
     if group.rank > 0:
         for _, tensor in mine:
-            dist.send(tensor, dst=group.ranks[0], group=group.process_group)
+            dist.send(tensor.to(device).contiguous(), dst=group.ranks[0], group=group.process_group)
         return
     yield from mine
     for member, theirs in zip(group.ranks[1:], everyone[1:], strict=True):

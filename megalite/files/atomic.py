@@ -161,6 +161,7 @@ def replacing_together(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     and comes last. One writer at a time. An OSError where the files can't be written; the old ones are then there.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder, re.compile(re.escape(PENDING)))
     _finish(folder, names)  # what a kill interrupted
     written, pending = _beside(folder / PENDING), folder / PENDING
     try:

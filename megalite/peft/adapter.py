@@ -119,7 +119,7 @@ def gather(pieces: Iterable[Piece], mesh: Mesh, *, sharded: bool) -> dict[str, T
     if mesh.world.ranks[0] not in group.ranks:  # a copy of what the first replica has
         return {}
     mine = [
-        (Part(piece.name, piece.spec.shape, start), view.detach().contiguous())
+        (Part(piece.name, piece.spec.shape, start), view.detach())
         for piece in pieces
         for box, start, view in piece.held()
         if box.owner == mesh.rank

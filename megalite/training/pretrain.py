@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megalite.distributed.launch import Environment, start
+from megalite.training.outputs import owned_outputs
 from megalite.training.prepare import prepare
 from megalite.training.run import Run
 
@@ -24,7 +25,7 @@ def train(
 ) -> None:
     """As `pretrain`, with the flags of some sections of the configuration; None: of pretraining's."""
     prepared = prepare(argv, environment, program=program, description=description, sections=sections)
-    with start(prepared.config.layout, environment, prepared.device) as mesh:
+    with start(prepared.config.layout, environment, prepared.device) as mesh, owned_outputs(prepared.config, mesh):
         run = Run(prepared, mesh)
         run.loop().run()
         run.save_adapter()
