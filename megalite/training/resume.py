@@ -158,7 +158,7 @@ def load(
     fresh = TrainingState(dropout_seed=config.training.seed)
     if weights_only:
         return fresh, schedule, []
-    state = _read_state(directory, values)
+    state = _read_state(directory, values, config)
     notes += [
         f"note: {path} has changed since {directory.path} was saved: the data was made anew, and the run goes on in "
         "the middle of it"
@@ -179,14 +179,14 @@ def load(
     return state, schedule, notes + schedule_notes
 
 
-def _read_state(directory: CheckpointDirectory, values: Mapping[str, Any]) -> TrainingState:
-    """The state that a checkpoint tells, from which a new run begins. A CheckpointError where it can't be true."""
+def _read_state(directory: CheckpointDirectory, values: Mapping[str, Any], config: RunConfig) -> TrainingState:
+    """The state that a checkpoint tells and `config` goes on from. A CheckpointError where it can't be true."""
     path = directory.path / STATE_FILE
     try:
         state = TrainingState.from_dict(values["training"])
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} tells no training state: {error}") from error
-    wrong_numbers = list(state.contradictions())
+    wrong_numbers, batches = list(state.contradictions()), None
     if state.begun_iteration is not None and state.begun_samples is not None:
         batches = BatchSchedule.from_config(read_config(directory))
         samples = batches.samples_after(state.iteration - state.begun_iteration, state.begun_samples)
@@ -200,7 +200,8 @@ def _read_state(directory: CheckpointDirectory, values: Mapping[str, Any]) -> Tr
             f"{path} contradicts itself: {wrong}. It was changed after it was written: restore it, or load another "
             "checkpoint with --ckpt-step, or its weights alone with --finetune"
         )
-    state.begun_iteration, state.begun_samples = state.iteration, state.consumed_samples
+    if batches != BatchSchedule.from_config(config):
+        state.begun_iteration, state.begun_samples = state.iteration, state.consumed_samples
     return state
 
 

@@ -12,7 +12,8 @@ class TrainingState:
     """`iteration` counts steps, skipped ones included. `consumed_samples` and `consumed_tokens` count data read;
     `schedule_samples` only those of steps taken: the learning rate follows them, as in Megatron-LM. `dropout_seed` is
     the whole random state, since random numbers are a function. `nans`: steps whose loss was not a number.
-    `begun_iteration`, `begun_samples`: where the run that wrote this began, None where it didn't tell."""
+    `begun_iteration`, `begun_samples`: where the present batch sizes began, which is 0 where none was ever changed;
+    None where an older version wrote this."""
 
     iteration: int = 0
     consumed_samples: int = 0
