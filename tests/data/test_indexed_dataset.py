@@ -224,9 +224,7 @@ def test_a_second_builder_of_one_prefix_is_told_and_the_first_s_files_are_whole(
     prefix = str(tmp_path / "a")
     with IndexedDatasetBuilder(prefix, np.uint16) as first:
         first.add_document([1, 2, 3])
-        with pytest.raises(
-            UserError, match=f"the output {prefix} is written by another run \\(process {os.getpid()} on"
-        ):
+        with pytest.raises(UserError, match=f"{prefix} is written by another run \\(process {os.getpid()} on"):
             IndexedDatasetBuilder(prefix, np.uint16)
         first.add_document([4])
     assert [row.tolist() for row in (IndexedDataset(prefix)[n] for n in range(2))] == [[1, 2, 3], [4]]

@@ -137,8 +137,6 @@ def test_modes_of_a_multimodal_index_are_kept_as_megatron_core_keeps_them(tmp_pa
 
 def test_parts_with_and_without_modes_are_not_joined(tmp_path: Path) -> None:
     parts = [multimodal(tmp_path / "a", [([1, 2], 0)]), part(tmp_path / "b", [[3]])]
-    with pytest.raises(
-        UserError, match=r"a\.idx has a mode for each sequence .* b\.idx has none|and .*b\.idx has none"
-    ):
+    with pytest.raises(UserError, match=r"a\.idx has a mode for each sequence .* and .*b\.idx has none"):
         merge_datasets(parts, str(tmp_path / "out"))
     assert list(tmp_path.glob("out*")) == []
