@@ -110,7 +110,9 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        publish_folder(temporary, target)
+        _sync_tree(temporary)
+        os.rename(temporary, target)  # fails where the target isn't empty any more
+        sync_folder(target.absolute().parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
