@@ -18,6 +18,7 @@ from megalite.config.schema_finetune import FinetuneConfig
 from megalite.config.schema_model import ROTARY as ROTARY
 from megalite.config.schema_model import ModelConfig as ModelConfig
 from megalite.config.schema_peft import PeftConfig
+from megalite.config.values import misfit
 
 
 @dataclass
@@ -347,14 +348,18 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, dict[str, Any]]) -> RunConfig:
-        """The inverse of `to_dict`. Sections or fields that this version doesn't know raise a ValueError."""
+        """The inverse of `to_dict`. Sections or fields that this version doesn't know, and values of another type than
+        their field's, raise a ValueError that names the field."""
         config = cls()
         for section, fields in values.items():
             if not hasattr(config, section):
                 raise ValueError(f"unknown configuration section {section!r}")
             target = getattr(config, section)
+            types = {each.name: str(each.type) for each in dataclasses.fields(target)}
             for key, value in fields.items():
-                if not hasattr(target, key):
+                if key not in types:
                     raise ValueError(f"unknown configuration field {section}.{key}")
+                if (wanted := misfit(types[key], value)) is not None:
+                    raise ValueError(f"{section}.{key} is {value!r}, not {wanted}")
                 setattr(target, key, value)
         return config

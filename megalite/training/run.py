@@ -17,7 +17,7 @@ from megalite.checkpoint.huggingface.hub import published_name
 from megalite.checkpoint.huggingface.travel import companions, origin, spoken_by
 from megalite.checkpoint.storage import CheckpointDirectory, Retention
 from megalite.data.gpt_dataset import Datasets
-from megalite.data.splits import split_sizes
+from megalite.data.splits import data_digests, split_sizes
 from megalite.distributed.collectives import barrier
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece, whole
@@ -72,6 +72,7 @@ class Run:
         self.schedule = Schedule.from_config(config, self.batches)
         self.total_iterations = self.batches.total_iterations(config)
         self.datasets = self._datasets()
+        self.data_digests = data_digests(config) if mesh.is_first else {}
         self.base_names: set[str] = set()  # parameters whose values come from the folder of --load-hf
         sharding = Sharding.from_config(config.layout, config.optimizer, mesh.dp_cp.size)
         # Sharded parameters get values from their shards; frozen ones are not sharded.
@@ -186,6 +187,7 @@ class Run:
             scaler=self.scaler,
             schedule=self.schedule,
             weights_only=weights_only,
+            data=self.data_digests,
         )
         self.say(f"loaded {found.path}" + (" (weights alone)" if weights_only else f", iteration {state.iteration}"))
         self.say_all(notes)
@@ -257,7 +259,9 @@ class Run:
             mesh=self.mesh,
             pieces=resume.entries(self.stages, self.optimizer, state=config.save_optim, frozen=self.adapter is None),
             config=self.config,
-            training_state=resume.training_state(self.config, self.state, self.optimizer, self.scaler, self.schedule),
+            training_state=resume.training_state(
+                self.config, self.state, self.optimizer, self.scaler, self.schedule, self.data_digests
+            ),
             retain=Retention.from_config(config),
         )
         self.say(f"saved {path}")

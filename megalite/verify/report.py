@@ -180,8 +180,7 @@ def _refuse_beyond_memory(config: RunConfig, world: int) -> None:
     count = count_parameters(config.model, rows).total
     copies = world // _least(config.layout)
     local = count * copies // world
-    one = estimate_memory(config, local, rows, fused_attention=True, ranks=copies)
-    held = world * (one.total - one.activations)
+    held = world * estimate_memory(config, local, activations=0, ranks=copies).total
     needed = max(held, 4 * 8 * count) + world * _PROCESS_BYTES
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
