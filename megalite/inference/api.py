@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from megalite.config.errors import UserError
-from megalite.data.sft import ROLES
+from megalite.data.chat_forms import ROLES
 from megalite.inference.chat import Dialogue
 from megalite.inference.generate import most_new_tokens
 from megalite.inference.load import LoadedModel

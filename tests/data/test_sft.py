@@ -109,7 +109,7 @@ def test_what_truncation_costs_is_counted(tmp_path: Path) -> None:
     lengths = [(5, 5), (5, 6), (8, 7), (10, 3), (11, 3), (30, 2), (0, 9)]
     file = counting(tmp_path / "a.jsonl", lengths)
     for packing in (False, True):
-        chosen = options(file, seq_length=10, packing=packing)
+        chosen = options(file, seq_length=10, packing=packing, long_answers="truncate")
         data = build_sft_datasets(chosen, NULL, None, (1, 0, 0))
         _, report = SftReader(chosen, NULL, None).read([file], "--sft-data")
         assert (report.samples, report.truncated, report.dropped) == (5, 3, 2)
@@ -131,18 +131,33 @@ def test_the_context_after_the_last_answer_that_fits_is_cut_too(tmp_path: Path, 
     reader = SftReader(options(file, seq_length=10_000), tokenizer, str(chat_folder))
     whole, _ = reader.read([file], "--sft-data")
     short = int(whole.lengths[1])
-    cut, report = SftReader(options(file, seq_length=short + 5), tokenizer, str(chat_folder)).read([file], "--sft-data")
+    cutting = options(file, seq_length=short + 5, long_answers="truncate")
+    cut, report = SftReader(cutting, tokenizer, str(chat_folder)).read([file], "--sft-data")
     assert cut.lengths.tolist() == [short, short]
     assert (report.truncated, report.dropped) == (1, 0)
 
 
 @pytest.mark.parametrize("policy, kept", [("truncate", 2), ("drop", 1)])
-def test_an_answer_longer_than_a_row_is_an_error_unless_asked_otherwise(tmp_path: Path, policy: str, kept: int) -> None:
-    file = counting(tmp_path / "a.jsonl", [(2, 9), (2, 10)])
-    with pytest.raises(UserError, match=r"a\.jsonl:2: an answer has 11 tokens, more than --seq-length 10"):
+def test_a_sample_whose_answers_exceed_a_row_is_an_error_unless_asked_otherwise(
+    tmp_path: Path, policy: str, kept: int
+) -> None:
+    file = counting(tmp_path / "a.jsonl", [(2, 8), (2, 9)])
+    with pytest.raises(UserError, match=r"a\.jsonl:2: the sample has 12 tokens, 10 of them in answers, .* holds 11"):
         build_sft_datasets(options(file, seq_length=10), NULL, None, (1, 0, 0))
     data = build_sft_datasets(options(file, seq_length=10, long_answers=policy), NULL, None, (1, 0, 0))
     assert len(rows_of(data.train)) == kept
+
+
+@pytest.mark.parametrize("prompt", [9, 50])
+def test_a_prompt_that_leaves_no_room_for_the_whole_answer_is_an_error_too(tmp_path: Path, prompt: int) -> None:
+    file = counting(tmp_path / "a.jsonl", [(2, 3), (prompt, 3)])
+    with pytest.raises(UserError, match=rf"a\.jsonl:2: the sample has {prompt + 4} tokens, 4 of them in answers"):
+        build_sft_datasets(options(file, seq_length=10), NULL, None, (1, 0, 0))
+
+
+def with_keys(**keys: Any) -> list[dict[str, Any]]:
+    """The conversation, its first answer with more keys."""
+    return [*CONVERSATION[:2], {**CONVERSATION[2], **keys}, *CONVERSATION[3:]]
 
 
 BAD = [
@@ -163,9 +178,17 @@ BAD = [
     ({"prompt": "a", "completion": ""}, "the completion is empty"),
     ({"prompt": "a", "completion": 5}, "completion must be a string, not 5"),
     ({"prompt": None, "completion": "a"}, "prompt must be a string, not null"),
-    ({"prompt": "a"}, "messages, or prompt and completion, are needed; the line's keys: prompt"),
+    ({"prompt": "a"}, "messages, conversations, .* or prompt and completion are needed; the line's keys: prompt"),
     ({"prompt": "a", "completion": "b", "messages": CONVERSATION}, "messages and also prompt and completion"),
-    ({"conversations": []}, "the line's keys: conversations"),
+    ({"conversations": []}, "conversations must be a list of objects with from and value"),
+    ({"conversations": [{"from": "bob", "value": "x"}]}, 'a turn from "bob"; known are human'),
+    ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history isn't read"),
+    ({"messages": CONVERSATION, "system": "x"}, "key system and also a first message"),
+    ({"messages": with_keys(loss_mask=0)}, 'message 3 has the key "loss_mask".*"weight": 0 or "train": false'),
+    ({"messages": with_keys(weight=0.5)}, "the weight of message 3 must be 0 or 1"),
+    ({"messages": with_keys(weight=0, train=True)}, "weight and train of message 3 contradict"),
+    ({"messages": [{**CONVERSATION[0], "train": True}, *CONVERSATION[1:]]}, "message 1 has the role system and train"),
+    ({"messages": with_keys(train=False)[:3]}, "no assistant turn is trained"),
     ({}, "the line's keys: none"),
 ]
 
@@ -237,7 +260,7 @@ def test_the_first_lines_show_what_is_wrong_with_flags_and_files(tmp_path: Path)
     assert "end-of-document id" in end
     assert problems(chat_template="none.jinja") == ["--chat-template none.jinja: No such file or directory"]
     (long,) = problems(seq_length=1)
-    assert "a.jsonl:1: an answer has" in long
+    assert "a.jsonl:1: the sample has" in long
     (tmp_path / "empty.jsonl").write_text("\n")
     (empty,) = problems(valid_data=[str(tmp_path / "empty.jsonl")])
     assert empty.endswith("empty.jsonl: it has no samples")
@@ -251,7 +274,7 @@ def test_a_file_without_samples_is_told(tmp_path: Path) -> None:
         build_sft_datasets(options(str(tmp_path / "a.jsonl")), NULL, None, (1, 0, 0))
     file = counting(tmp_path / "b.jsonl", [(70, 2), (80, 2)])
     with pytest.raises(UserError, match="none of its 2 samples fits --seq-length"):
-        build_sft_datasets(options(file), NULL, None, (1, 0, 0))
+        build_sft_datasets(options(file, long_answers="drop"), NULL, None, (1, 0, 0))
 
 
 @pytest.mark.parametrize("packing", [False, True])
