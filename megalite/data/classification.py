@@ -18,6 +18,7 @@ from megalite.data.document_mask import Item
 from megalite.data.gpt_dataset import Datasets, SplitSummary
 from megalite.data.jsonl import Line, read_lines, shown
 from megalite.data.packing import SequenceBuilder, TokenSequences
+from megalite.data.segments import TextEncoder
 from megalite.data.sft import NO_SAMPLES, SftOptions, hold_out
 from megalite.data.tokenizer_base import Tokenizer
 
@@ -42,20 +43,22 @@ class LabelledTexts:
 def read_labelled_texts(
     paths: Sequence[str], flag: str, tokenizer: Tokenizer, *, seq_length: int, names: Sequence[str] | None = None
 ) -> LabelledTexts:
-    """The texts of some files, in order, each with its first `seq_length` tokens.
+    """The texts of some files, in order, each with its first `seq_length` tokens; what the tokenizer's own template
+    puts after every text stays at its end, as with transformers' `truncation=True`.
 
     A label is a string or a whole number. names: the classes in order; None: those that occur, sorted (numbers by
     value). Raises UserError with file and line for a line that can't be used or a label that isn't in `names`.
     """
-    builder, truncated = SequenceBuilder(), 0
+    builder, encoder, truncated = SequenceBuilder(), TextEncoder(tokenizer), 0
     labels: list[str | int] = []
     for path in paths:
         for line in read_lines(path, flag):
             ids, label = _encode(line, tokenizer), _label(line, names)
             if labels and type(label) is not type(labels[0]):
                 raise line.error(f"label {shown(label)}: other lines have labels like {shown(labels[0])}")
-            truncated += len(ids) > seq_length
-            builder.add(ids[:seq_length], [False] * min(len(ids), seq_length))
+            if len(ids) > seq_length:
+                ids, truncated = encoder.cut(ids, seq_length), truncated + 1
+            builder.add(ids, [False] * len(ids))
             labels.append(label)
     if not labels:
         raise UserError(f"{flag} {' '.join(paths)}: {NO_SAMPLES}")

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megalite.config.errors import UserError
+from megalite.config.errors import FlagError, UserError
 from megalite.data.jsonl import NONCHARACTERS
 from megalite.data.tokenizer_base import Tokenizer
 
@@ -59,6 +59,13 @@ class TextEncoder:
                 whole = self.tokenizer.tokenize(part)
                 result += whole[len(self.prefix) : len(whole) - self._after]
         return result
+
+    def cut(self, ids: list[int], length: int) -> list[int]:
+        """A text's ids, template included, cut to `length`, which is less: the template's stay, the text loses its end.
+        A FlagError where the template alone is as long."""
+        if len(self.prefix) + self._after >= length:
+            raise FlagError(f"--seq-length {length} leaves no room for a text: the tokenizer's template takes it all")
+        return [*ids[: length - self._after], *ids[len(ids) - self._after :]]
 
     def encode(self, segments: Sequence[Segment]) -> list[EncodedPiece]:
         """The ids of each segment, in order; empty ones left out."""
