@@ -18,7 +18,7 @@ def finetune_problems(config: RunConfig) -> Iterator[str]:
     finetune, fields = config.finetune, all_fields()
     task = finetune.task or ("lm" if finetune.sft_data is None else "sft")
     for needed, reason, names in (
-        (finetune.sft_data is not None, "--sft-data", ["sft_valid_data", "sft_valid_share"]),
+        (finetune.sft_data is not None, "--sft-data", ["sft_valid_data", "sft_valid_share", "train_epochs"]),
         (task == "sft", "--task sft", ["sft_packing", "sft_long_answers", "chat_template"]),
         (task == "classification", "--task classification", ["class_names"]),
     ):
@@ -26,6 +26,12 @@ def finetune_problems(config: RunConfig) -> Iterator[str]:
     classes = finetune.class_names
     if classes is not None and (len(classes) < 2 or len(set(classes)) < len(classes)):
         yield f"{fields['finetune.class_names'].show(classes)}: two or more different names are needed"
+    if finetune.train_epochs is not None:
+        for name in ("train_iters", "train_samples"):
+            if getattr(config.training, name) is not None:
+                yield f"--train-epochs and --{name.replace('_', '-')} exclude each other: choose one length"
+        for name in ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"):
+            yield from needs(config, False, "--train-samples, but --train-epochs was given", f"learning_rate.{name}")
     if finetune.sft_valid_share and finetune.sft_valid_data:
         yield "--sft-valid-share and --sft-valid-data exclude each other"
 
@@ -59,8 +65,8 @@ def idle_beside_sft_data(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
     """As `check.without_effect` needs it: what `--sft-data` makes meaningless."""
     if config.finetune.sft_data is None:
         return
-    names = ["split", "data_cache_path", "mmap_bin_files", "reset_position_ids", "reset_attention_mask"]
-    yield "with --sft-data", [f"data.{name}" for name in [*names, "eod_mask_loss"]]
+    names = ["split", "mmap_bin_files", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"]
+    yield "with --sft-data", [f"data.{name}" for name in names]
     if not _validates(config) and config.validation.eval_iters > 0:
         names = ["eval_interval", "full_validation"]
         yield "without --sft-valid-data or --sft-valid-share", [f"validation.{name}" for name in names]

@@ -15,10 +15,9 @@ import torch
 from megalite.checkpoint.checkpoint import save_checkpoint
 from megalite.checkpoint.storage import CheckpointDirectory, Retention
 from megalite.data.gpt_dataset import Datasets
-from megalite.data.splits import split_sizes
-from megalite.distributed.collectives import barrier
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece, whole
+from megalite.distributed.turns import first_of_machine_first
 from megalite.estimate.model import AdapterWork, training_flops_per_token
 from megalite.models.gpt import GPTStage, units_of
 from megalite.models.stages import stage_spans
@@ -66,10 +65,10 @@ class Run:
         config = self.config
         self.say_all(prepared.notes)
         self.precision = Precision.from_config(config.precision)
+        self.datasets = self._datasets()  # first, since it may say how many steps there are
         self.batches = BatchSchedule.from_config(config)
         self.schedule = Schedule.from_config(config, self.batches)
         self.total_iterations = self.batches.total_iterations(config)
-        self.datasets = self._datasets()
         self.base_names: set[str] = set()  # parameters whose values come from the folder of --load-hf
         sharding = Sharding.from_config(config.layout, config.optimizer, mesh.dp_cp.size)
         # Sharded parameters get values from their shards; frozen ones are not sharded.
@@ -107,21 +106,13 @@ class Run:
     def _datasets(self) -> Datasets:
         """Each machine's first rank builds the indices, then the others find them in the cache."""
         config, prepared = self.config, self.prepared
-        assert config.training.global_batch_size is not None
-        sizes = split_sizes(
-            config,
-            train_samples=self.batches.samples_after(self.total_iterations),
-            train_iters=self.total_iterations,
-            global_batch_size=config.training.global_batch_size,
+        datasets, self.classes = first_of_machine_first(
+            lambda: build_task_datasets(config, prepared.tokenizer),
+            self.mesh,
+            first=prepared.environment.local_rank == 0,
         )
-        first = prepared.environment.local_rank == 0
-        if not first:
-            barrier(self.mesh.world)
-        datasets, self.classes = build_task_datasets(config, prepared.tokenizer, sizes)
         if self.classes is not None:
             config.finetune.class_names = list(self.classes)  # so that checkpoints know
-        if first:
-            barrier(self.mesh.world)
         self.say_all(datasets.notes)
         return datasets
 

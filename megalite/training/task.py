@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megalite.config.errors import UserError
 from megalite.config.schema import RunConfig
 from megalite.data.classification import build_classification_datasets, check_classification
 from megalite.data.gpt_dataset import Datasets, SplitSummary, build_datasets
+from megalite.data.sample_cache import SampleCache
 from megalite.data.sft import SftOptions, build_sft_datasets, check_sft
+from megalite.data.splits import SPLITS, split_sizes
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import require_eod
+from megalite.optimizer.schedule import BatchSchedule
 
 
 def has_short_samples(config: RunConfig) -> bool:
@@ -34,6 +38,7 @@ def sft_options(config: RunConfig) -> SftOptions:
         packing=finetune.sft_packing,
         long_answers=finetune.sft_long_answers,
         chat_template=finetune.chat_template,
+        cache=SampleCache(config.data.data_cache_path, config.tokenizer, list(filter(None, [finetune.load_hf]))),
     )
 
 
@@ -59,29 +64,62 @@ def evaluates_whole(config: RunConfig, samples: int) -> bool:
     return validation.full_validation or (has_short_samples(config) and validation.eval_iters * batch >= samples)
 
 
-def _once_each(summary: SplitSummary, config: RunConfig, drawn: int) -> SplitSummary:
-    """What a set gives to the run, counting that an evaluation may read it whole; `drawn`: if none did."""
-    size, batch = summary.samples_per_epoch, config.training.global_batch_size
+def _summed_up(summary: SplitSummary, config: RunConfig, sizes: tuple[int, int, int]) -> SplitSummary:
+    """What a fine-tuning set gives to a run that draws `sizes`, counting that an evaluation may read it whole."""
+    held, batch = summary.samples_per_epoch, config.training.global_batch_size
     assert batch is not None
-    if summary.split == "train" or not evaluates_whole(config, size):
-        return summary
-    times = drawn // (config.validation.eval_iters * batch)
-    return replace(summary, samples=times * size, epochs=float(times), whole=True)
+    drawn = sizes[SPLITS.index(summary.split)]
+    whole = summary.split != "train" and evaluates_whole(config, held)
+    if whole:
+        drawn = drawn // (config.validation.eval_iters * batch) * held
+    return replace(summary, samples=drawn, epochs=drawn / held, whole=whole)
 
 
-def build_task_datasets(
-    config: RunConfig, tokenizer: Tokenizer, sizes: tuple[int, int, int]
-) -> tuple[Datasets, tuple[str, ...] | None]:
-    """The sets of a run that draws `sizes` samples from train, valid and test; and the classes' names in order, None
-    where it doesn't classify. Raises UserError for data that can't be used."""
-    classes = None
+def _settle_length(config: RunConfig, samples: int) -> None:
+    """Set the steps that `--train-epochs` takes: so many that each sample is read at least that often. The last step
+    is a whole global batch, filled up with samples of the next pass."""
+    epochs, training, rate = config.finetune.train_epochs, config.training, config.learning_rate
+    if epochs is None:
+        return
+    batches = BatchSchedule.from_config(config)
+    steps = batches.iterations_for(epochs * samples)
+    training.train_iters = steps + (batches.samples_after(steps) < epochs * samples)
+    rate.lr_decay_iters = rate.lr_decay_iters or training.train_iters
+    if rate.lr_warmup_iters >= rate.lr_decay_iters:
+        raise UserError(
+            f"--lr-warmup-iters {rate.lr_warmup_iters} must be below the {rate.lr_decay_iters} steps over which the "
+            f"learning rate decays (default: those of --train-epochs {epochs}, here {training.train_iters})"
+        )
+
+
+def _sizes(config: RunConfig) -> tuple[int, int, int]:
+    """Samples that a run draws from train, valid and test."""
+    batches = BatchSchedule.from_config(config)
+    iterations = batches.total_iterations(config)
+    assert config.training.global_batch_size is not None
+    return split_sizes(
+        config,
+        train_samples=batches.samples_after(iterations),
+        train_iters=iterations,
+        global_batch_size=config.training.global_batch_size,
+    )
+
+
+def build_task_datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[Datasets, tuple[str, ...] | None]:
+    """The sets of a run; and the classes' names in order, None where it doesn't classify. Where `--train-epochs` says
+    how long the run is, its number of steps is set in `config`. Raises UserError for data that can't be used."""
+    if config.finetune.task == "lm":
+        eod = require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
+        return build_datasets(config, eod, tokenizer.vocab_size, _sizes(config)), None
+    options, classes = sft_options(config), None
+    wanted = (int(not config.validation.skip_train), config.validation.eval_iters, 0)
     if config.finetune.task == "sft":
-        datasets = build_sft_datasets(sft_options(config), tokenizer, _template_place(config), sizes)
-    elif config.finetune.task == "classification":
-        options, names = sft_options(config), config.finetune.class_names
-        datasets, classes = build_classification_datasets(options, tokenizer, sizes, names)
-    if config.finetune.task != "lm":
-        datasets.summaries = [_once_each(summary, config, sizes[1]) for summary in datasets.summaries]
-        return datasets, classes
-    eod = require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
-    return build_datasets(config, eod, tokenizer.vocab_size, sizes), None
+        datasets = build_sft_datasets(options, tokenizer, _template_place(config), wanted)
+    else:
+        names = config.finetune.class_names
+        datasets, classes = build_classification_datasets(options, tokenizer, wanted, names)
+    if datasets.train is not None:
+        _settle_length(config, len(datasets.train))
+    sizes = _sizes(config)
+    datasets.summaries = [_summed_up(summary, config, sizes) for summary in datasets.summaries]
+    return datasets, classes

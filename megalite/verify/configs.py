@@ -30,6 +30,7 @@ def for_proof(config: RunConfig, steps: int) -> RunConfig:
     config.peft.save_adapter = None
     config.data.num_workers = 0
     config.validation.eval_iters = 0
+    config.finetune.train_epochs = None
     if config.training.train_samples is None:
         config.training.train_iters = max(steps, config.training.train_iters or 0)
     config.training.dump_grads = None
