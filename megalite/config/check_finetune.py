@@ -21,8 +21,10 @@ def finetune_problems(config: RunConfig) -> Iterator[str]:
         (finetune.sft_data is not None, "--sft-data", ["sft_valid_data", "sft_valid_share", "train_epochs"]),
         (task == "sft", "--task sft", ["sft_packing", "sft_long_answers", "chat_template"]),
         (task == "classification", "--task classification", ["class_names"]),
+        (task != "classification", "--task sft or lm", ["eval_prompt"]),
     ):
         yield from needs(config, needed, reason, *(f"finetune.{name}" for name in names))
+    yield from _validation_problems(config)
     classes = finetune.class_names
     if classes is not None and (len(classes) < 2 or len(set(classes)) < len(classes)):
         yield f"{fields['finetune.class_names'].show(classes)}: two or more different names are needed"
@@ -34,6 +36,20 @@ def finetune_problems(config: RunConfig) -> Iterator[str]:
             yield from needs(config, False, "--train-samples, but --train-epochs was given", f"learning_rate.{name}")
     if finetune.sft_valid_share and finetune.sft_valid_data:
         yield "--sft-valid-share and --sft-valid-data exclude each other"
+
+
+def _validation_problems(config: RunConfig) -> Iterator[str]:
+    """What is done at validations needs some."""
+    finetune, peft = config.finetune, config.peft
+    for flag, value in (("--eval-prompt", finetune.eval_prompt), ("--save-best-adapter", peft.save_best_adapter)):
+        if value is None:
+            continue
+        if finetune.sft_data is not None and not _validates(config):
+            yield f"{flag} needs a validation set: give --sft-valid-data or --sft-valid-share"
+        if config.validation.eval_iters == 0:
+            yield f"{flag} needs evaluations, and --eval-iters is 0"
+    if peft.save_best_adapter is not None and peft.save_best_adapter == peft.save_adapter:
+        yield f"--save-best-adapter {peft.save_best_adapter} is the folder of --save-adapter: give it one of its own"
 
 
 def _base_problems(config: RunConfig) -> Iterator[str]:

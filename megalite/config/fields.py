@@ -31,6 +31,7 @@ class Field:
     help: str
     choices: tuple[Any, ...] | None
     planned: str | None
+    repeatable: bool
 
     @property
     def path(self) -> str:
@@ -92,6 +93,7 @@ def _field(section: str, raw: dataclasses.Field[Any]) -> Field:
         help=raw.metadata["help"],
         choices=raw.metadata["choices"],
         planned=raw.metadata["planned"],
+        repeatable=raw.metadata["repeatable"],
     )
 
 

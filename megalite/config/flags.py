@@ -135,7 +135,7 @@ def _how_to_store(field: Field) -> dict[str, Any]:
     if field.kind is bool:
         return store | {"action": "store_false" if field.turns_off else "store_true"}
     if field.is_list:
-        store["nargs"] = "+"
+        store |= {"nargs": "+", "action": "extend" if field.repeatable else "store"}
     metavar = "NAME" if field.choices else {int: "N", float: "X", str: "TEXT"}[field.kind]
     return store | {"type": _converter(field), "metavar": metavar}
 

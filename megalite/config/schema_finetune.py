@@ -41,3 +41,8 @@ class FinetuneConfig:
         None, "chatml, or a file: how conversations become text; default: the tokenizer's own template"
     )
     class_names: list[str] | None = flag(None, "the labels in order; default: those in --sft-data, sorted")
+    eval_prompt: list[str] | None = flag(
+        None,
+        "texts that the model answers after each validation, for you to read; may be given several times",
+        repeatable=True,
+    )

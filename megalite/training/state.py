@@ -10,7 +10,8 @@ from typing import Any
 class TrainingState:
     """`iteration` counts steps, skipped ones included. `consumed_samples` and `consumed_tokens` count data read;
     `schedule_samples` only those of steps taken: the learning rate follows them, as in Megatron-LM. `dropout_seed` is
-    the whole random state, since random numbers are a function. `nans`: steps whose loss was not a number."""
+    the whole random state, since random numbers are a function. `nans`: steps whose loss was not a number.
+    `best_valid_loss`: the lowest of all evaluations for which `--save-best-adapter` wrote an adapter."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -20,12 +21,13 @@ class TrainingState:
     skipped: int = 0
     nans: int = 0
     dropout_seed: int = 0
+    best_valid_loss: float | None = None
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingState:
         """Take the known fields; others are for other readers of the file."""
         known = {field.name for field in fields(cls)}
-        return cls(**{key: int(value) for key, value in values.items() if key in known})
+        return cls(**{key: value for key, value in values.items() if key in known})

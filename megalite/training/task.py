@@ -10,10 +10,12 @@ from dataclasses import replace
 
 from megalite.config.errors import UserError
 from megalite.config.schema import RunConfig
+from megalite.data.chat_forms import PAIR, form_of
 from megalite.data.classification import build_classification_datasets, check_classification
 from megalite.data.gpt_dataset import Datasets, SplitSummary, build_datasets
+from megalite.data.jsonl import read_lines
 from megalite.data.sample_cache import SampleCache
-from megalite.data.sft import SftOptions, build_sft_datasets, check_sft
+from megalite.data.sft import SftOptions, SftReader, build_sft_datasets, check_sft
 from megalite.data.splits import SPLITS, split_sizes
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import require_eod
@@ -50,10 +52,38 @@ def _template_place(config: RunConfig) -> str | None:
 def check_task(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     """Problems that show at the first lines of the files, for the time before process groups exist."""
     if config.finetune.task == "sft":
-        return check_sft(sft_options(config), tokenizer, _template_place(config))
+        problems = check_sft(sft_options(config), tokenizer, _template_place(config))
+        return problems or _prompt_problems(config, tokenizer)
     if config.finetune.task == "classification":
         return check_classification(sft_options(config), tokenizer, config.finetune.class_names)
-    return []
+    return _prompt_problems(config, tokenizer)
+
+
+def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[list[int]], frozenset[int]]:
+    """The ids of each `--eval-prompt`, as this run teaches the model to be asked; and those that end an answer.
+    Raises UserError for a text that has none."""
+    texts, ends = config.finetune.eval_prompt or [], {tokenizer.eod}
+    reader = SftReader(sft_options(config), tokenizer, _template_place(config))
+    form = PAIR
+    if config.finetune.task == "sft" and texts:
+        form = form_of(next(iter(read_lines(reader.options.data[0], "--sft-data"))))
+    if form != PAIR:
+        ends.add(reader.chat.end_of_turn())
+    return [reader.prompt(text, form) for text in texts], frozenset(each for each in ends if each is not None)
+
+
+def _prompt_problems(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    try:
+        prompts, _ = evaluation_prompts(config, tokenizer)
+    except UserError as error:
+        return [f"--eval-prompt: {error}"]
+    length = config.data.seq_length
+    assert length is not None
+    return [
+        f"--eval-prompt {text!r} has {len(ids)} tokens: it needs some, and less than --seq-length {length}"
+        for text, ids in zip(config.finetune.eval_prompt or [], prompts, strict=True)
+        if not 0 < len(ids) < length
+    ]
 
 
 def evaluates_whole(config: RunConfig, samples: int) -> bool:
