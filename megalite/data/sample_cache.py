@@ -75,7 +75,8 @@ class SampleCache:
         for place in dict.fromkeys([*filter(None, given), *self.places]):
             path = Path(place)
             inside = sorted(path.iterdir()) if path.is_dir() else [path]
-            found |= {file.name: self.content(str(file)) for file in inside if file.suffix not in _WEIGHTS}
+            files = [file for file in inside if file.is_file() and file.suffix not in _WEIGHTS]
+            found |= {file.name: self.content(str(file)) for file in files}
         flags = {name: value for name, value in asdict(self.tokenizer).items() if value not in given}
         return {"tokenizer": flags, "files": found, "libraries": {name: _version(name) for name in _LIBRARIES}}
 

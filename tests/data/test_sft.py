@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,25 @@ from typing import Any
 import pytest
 
 from megalite.config.errors import FlagError, UserError
+from megalite.config.schema import TokenizerConfig
 from megalite.data.document_mask import SampleSource
 from megalite.data.loader import microbatch_iterator
 from megalite.data.packing import RowDataset
+from megalite.data.sample_cache import SampleCache
 from megalite.data.sft import SftOptions, SftReader, build_sft_datasets, check_sft, hold_out
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer
-from tests.data.chat_files import CONVERSATION, chat_tokenizer, pairs, write_lines
+from tests.data.chat_files import CONVERSATION, REASONING_TEMPLATE, chat_tokenizer, pairs, write_lines
 from tests.data.corpora import sentencepiece_model
 
 NULL = NullTokenizer(99)
+MESSAGES = [{"role": "user", "content": "q\nx"}, {"role": "assistant", "content": "a"}]
+SAME = {  # one conversation in each form
+    "sharegpt": {"conversations": [{"from": "human", "value": "q\nx"}, {"from": "gpt", "value": "a"}]},
+    "roles": {"conversations": MESSAGES},
+    "alpaca": {"instruction": "q", "input": "x", "output": "a"},
+    "alpaca without input": {"instruction": "q\nx", "input": "", "output": "a"},
+}
 EOD = 99
 
 
@@ -92,6 +102,89 @@ def test_conversations_and_pairs_may_share_a_file(tmp_path: Path, chat_folder: P
     assert second == " 0"
     assert (report.samples, report.truncated, report.dropped) == (2, 0, 0)
     assert report.answer_tokens == sequences.counted.sum()
+
+
+@pytest.mark.parametrize("form", SAME)
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_a_conversation_is_the_same_in_every_form(
+    tmp_path: Path, chat_folder: Path, form: str, system: str | None
+) -> None:
+    tokenizer = HuggingFaceTokenizer(str(chat_folder))
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    file = write_lines(tmp_path / "a.jsonl", [{**SAME[form], "system": system}, {"messages": opening + MESSAGES}])
+    data, _ = SftReader(options(file), tokenizer, str(chat_folder)).read([file], "--sft-data")
+    first, second = (data.tokens[a:b].tolist() for a, b in zip(data.begins, data.begins[1:], strict=False))
+    assert first == second
+
+
+def test_alpacas_file_is_read_as_published_one_list_with_some_empty_outputs(tmp_path: Path, chat_folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(str(chat_folder))
+    values = [SAME["alpaca"], {**SAME["alpaca"], "output": ""}, SAME["alpaca"]]
+    (tmp_path / "alpaca.json").write_text(json.dumps(values, indent=4))
+    data = build_sft_datasets(options(str(tmp_path / "alpaca.json")), tokenizer, str(chat_folder), (1, 0, 0))
+    assert len(rows_of(data.train)) == 2
+    assert any("1 lines with an empty output were left out" in note for note in data.notes)
+
+
+def test_an_answer_of_weight_zero_is_context(tmp_path: Path, chat_folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(str(chat_folder))
+    for keys in ({"weight": 0}, {"train": False}, {"weight": 0, "train": False, "name": None, "loss": None}):
+        file = write_lines(tmp_path / "a.jsonl", [{"messages": with_keys(**keys)}, {"messages": CONVERSATION}])
+        data, _ = SftReader(options(file, seq_length=999), tokenizer, str(chat_folder)).read([file], "--sft-data")
+        middle = data.begins[1]
+        assert data.tokens[:middle].tolist() == data.tokens[middle:].tolist()
+        parts = (slice(middle), slice(middle, None))
+        counted = [tokenizer.detokenize(data.tokens[part][data.counted[part]]) for part in parts]
+        answers = [message["content"] for message in CONVERSATION if message["role"] == "assistant"]
+        assert counted == [answers[1], answers[0] + answers[1]]
+
+
+def test_samples_of_one_conversation_are_held_out_together(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path / "tokenizer", REASONING_TEMPLATE)
+    talks = [[message | {"content": f"{n}"} for message in CONVERSATION[1:]] for n in range(10, 30)]
+    file = write_lines(tmp_path / "a.jsonl", ({"messages": messages} for messages in talks))
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    data = build_sft_datasets(options(file, seq_length=999, valid_share=0.3), tokenizer, str(folder), (1, 1, 0))
+    train, valid = (
+        [tokenizer.detokenize(ids) for ids in labels(rows_of(source))] for source in (data.train, data.valid)
+    )
+    assert (len(train), len(valid)) == (28, 12)
+    assert not set(train) & set(valid)
+    assert any("20 conversations became several samples" in note for note in data.notes)
+
+
+class Deaf(NullTokenizer):
+    """A tokenizer that must not be asked."""
+
+    def tokenize_batch(self, texts: Any) -> list[list[int]]:
+        assert not any(texts), "tokenized again"
+        return [[] for _ in texts]
+
+
+def test_samples_are_tokenized_once_and_again_where_anything_changed(tmp_path: Path) -> None:
+    file = counting(tmp_path / "a.jsonl", [(2, 3), (1, 2)])
+    (tmp_path / "tokenizer.json").write_text("{}")
+    cache = SampleCache(str(tmp_path / "kept"), TokenizerConfig(tokenizer_model=str(tmp_path)), [])
+    chosen = options(file, cache=cache)
+
+    def rows(tokenizer: Tokenizer, **changes: Any) -> tuple[list[list[int]], list[str]]:
+        data = build_sft_datasets(replace(chosen, **changes), tokenizer, None, (1, 0, 0))
+        return labels(rows_of(data.train)), data.notes
+
+    first = rows(NULL)
+    assert rows(Deaf(99)) == first
+    assert rows(Deaf(99), seed=9, packing=True)[0] != []
+    with pytest.raises(AssertionError, match="tokenized again"):
+        rows(Deaf(99), seq_length=63)
+    with pytest.raises(AssertionError, match="tokenized again"):
+        rows(Deaf(99), cache=replace(cache, tokenizer=replace(cache.tokenizer, vocab_size=5)))
+    (tmp_path / "tokenizer.json").write_text("{ }")
+    with pytest.raises(AssertionError, match="tokenized again"):
+        rows(Deaf(99))
+    rows(NULL)
+    counting(tmp_path / "a.jsonl", [(2, 3), (1, 3)])
+    with pytest.raises(AssertionError, match="tokenized again"):
+        rows(Deaf(99))
 
 
 def test_a_tokenizer_that_reads_no_special_tokens_works_with_the_built_in_template(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megalite.data.tokenizers import HuggingFaceTokenizer
 from tests.data.chat_files import CONVERSATION, pairs, write_lines
 from tests.e2e.runs import Outcome, evaluations, run, steps
 from tests.e2e.test_finetune import COMMON, save_base
@@ -30,7 +31,7 @@ def answers_in(outcome: Outcome) -> list[str]:
     return re.findall(r"prompt: [^\n]*\n  model: [^\n]*", outcome.out)
 
 
-@pytest.mark.parametrize("samples, epochs, expected", [(20, 2, 5), (21, 2, 6), (3, 1, 1)])
+@pytest.mark.parametrize("samples, epochs, expected", [(20, 2, 5), (21, 2, 6)])
 def test_epochs_are_so_many_steps_that_each_sample_is_read_at_least_so_often(
     base: Path, tmp_path: Path, samples: int, epochs: int, expected: int
 ) -> None:
@@ -53,28 +54,25 @@ def test_prompts_are_continued_as_transformers_does_in_every_layout(base: Path, 
             f"--load-hf {base} --sft-data {data} --sft-valid-data {data} --train-iters 1 --lr 0 --seq-length 128 "
             f"--eval-prompt '{PROMPT}' --eval-prompt 'def f' 'Once upon a time in'"
         )
-        found = answers_in(tune(flags))
+        said = tune(flags)
         tokenizer = AutoTokenizer.from_pretrained(base)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64).eval()
-        texts = [PROMPT, "def f", "Once upon a time in"]
-        expected = []
-        for text in texts:
-            ids = tokenizer(text)["input_ids"]
+        for text in (PROMPT, "def f", "Once upon a time in"):
+            prompt = tokenizer(text)["input_ids"]
             if name == "chats":
                 message = [{"role": "user", "content": text}]
-                ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
-            for _ in range(64):
-                logits = model(torch.tensor([ids])).logits[0, -1, : len(tokenizer)]
-                if int(logits.argmax()) == tokenizer.eos_token_id:
+                written = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+                prompt = written["input_ids"]
+            ids = list(prompt)
+            while len(ids) < len(prompt) + 64:
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1, : len(tokenizer)].argmax()))
+                if ids[-1] == tokenizer.eos_token_id:
                     break
-                ids = [*ids, int(logits.argmax())]
-            shown = tokenizer.decode(ids, skip_special_tokens=False)
-            expected.append(shown)
-        assert len(found) == 3
-        for text, line, whole in zip(texts, found, expected, strict=True):
-            answer = line.split("\n  model: ", 1)[1]
-            assert line.startswith(f"prompt: {text}")
-            assert answer.split("\n")[0] in whole
+            answer = HuggingFaceTokenizer(str(base)).detokenize(ids[len(prompt) :])
+            answer = re.sub(r"\r\n?", "\n", answer)  # as the output was read
+            assert f"prompt: {text}\n  model: {answer}\n" in said.out
+    found = answers_in(said)
+    assert len(found) == 3
     for layout, processes in (
         ("--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 4),
         ("--data-parallel-sharding-strategy optim_grads_params", 2),
@@ -88,7 +86,7 @@ def test_the_best_adapter_is_that_of_the_lowest_validation_loss_whether_resumed_
     data = write_lines(tmp_path / "a.jsonl", pairs(12))
     valid = write_lines(tmp_path / "v.jsonl", pairs(5))
     flags = (
-        f"--load-hf {base} --sft-data {data} --sft-valid-data {valid} --train-iters 6 --lr 3e-1 --eval-interval 1 "
+        f"--load-hf {base} --sft-data {data} --sft-valid-data {valid} --train-iters 3 --lr 3e-1 --eval-interval 1 "
         "--peft lora --lora-rank 4 "
     )
 
@@ -99,8 +97,8 @@ def test_the_best_adapter_is_that_of_the_lowest_validation_loss_whether_resumed_
     straight = tune(flags + places("straight"))
     losses = [record["lm_loss"] for record in evaluations(tmp_path / "straight" / "m.jsonl")]
     best = losses.index(min(losses)) + 1
-    assert 1 <= best < 6, losses  # so that a later, worse one is refused
-    lowest = [n for n in range(6) if losses[n] < min(losses[:n], default=float("inf"))]
+    assert 1 <= best < 3, losses  # so that a later, worse one is refused
+    lowest = [n for n in range(3) if losses[n] < min(losses[:n], default=float("inf"))]
     assert straight.out.count("is the lowest so far") == len(lowest)
     for more in (f"--exit-interval {best}", ""):
         resumed = tune(flags + places("resumed") + more)
