@@ -35,8 +35,9 @@ def parser() -> FlagParser:
     add = flags.add_argument_group("conversation").add_argument
     chat = "prompts are what a user says; without any, talk in the terminal (default: off)"
     add("--chat", action="store_true", help=chat)
-    template = "file of a chat template, or chatml for the built-in one (default: the tokenizer's own)"
-    add("--chat-template", metavar="FILE", help=template)
+    add(
+        "--chat-template", metavar="FILE", help="a template's file, or chatml, which is built in (default: the model's)"
+    )
     add("--system", metavar="TEXT", help="system message that begins each conversation (default: the template's)")
     serve = "answer OpenAI's completions and chat completions on 127.0.0.1 until Ctrl-C; 0 takes any free port"
     add("--serve", type=int, metavar="PORT", help=f"{serve} (default: off)")

@@ -46,6 +46,7 @@ _NEEDS = {
     "prefix_hidden_size": ("--peft prefix", ("prefix",)),
     "prompt_init_text": ("--peft prompt", ("prompt",)),
     "save_adapter": ("--peft lora, prefix or prompt", ("lora", "prefix", "prompt")),
+    "save_best_adapter": ("--peft lora, prefix or prompt", ("lora", "prefix", "prompt")),
 }
 
 # What the folder of `--load-adapter` has instead of what these flags mean.

@@ -87,7 +87,8 @@ def _step_problems(config: RunConfig, per_step: int, whole: str) -> Iterator[str
 def training_problems(config: RunConfig) -> Iterator[str]:
     """Length of training, recomputation, weight decay."""
     training, optimizer = config.training, config.optimizer
-    if training.train_iters is None and training.train_samples is None and not config.validation.skip_train:
+    lengths = (training.train_iters, training.train_samples, config.finetune.train_epochs)
+    if lengths == (None, None, None) and not config.validation.skip_train:
         yield "--train-iters or --train-samples is missing"
     yield from _recompute_problems(config)
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
@@ -151,8 +152,9 @@ def learning_rate_problems(config: RunConfig) -> Iterator[str]:
 def _unit_problems(config: RunConfig) -> Iterator[str]:
     """Iterations or samples, never both."""
     rate, training = config.learning_rate, config.training
-    by_iters, by_samples = training.train_iters is not None, training.train_samples is not None
-    if by_iters and by_samples:
+    by_samples = training.train_samples is not None
+    by_iters = training.train_iters is not None or config.finetune.train_epochs is not None
+    if training.train_iters is not None and by_samples:
         yield "--train-iters and --train-samples exclude each other"
         return
     unit, other = ("iters", "samples") if by_iters else ("samples", "iters")

@@ -33,6 +33,7 @@ class PeftConfig:
         None, "text whose embeddings the prompt starts from, repeated or cut to its length; default: random numbers"
     )
     save_adapter: str | None = flag(None, "folder for the trained weights alone, in PEFT's format")
+    save_best_adapter: str | None = flag(None, "folder for the adapter of the lowest validation loss so far")
     load_adapter: str | None = flag(
         None, "folder of an adapter in PEFT's format to start from; it decides kind, rank, scale, targets and length"
     )

@@ -22,9 +22,10 @@ def for_proof(config: RunConfig, steps: int) -> RunConfig:
     config.precision = replace(config.precision, bf16=False, fp16=False, fp64=True, grad_reduce_in_bf16=False)
     config.layout.device, config.layout.threads_per_rank, config.layout.distributed_backend = "cpu", 1, None
     config.checkpoint, config.logging = _starting_weights(config.checkpoint), LoggingConfig()
-    config.peft.save_adapter = None
+    config.peft.save_adapter = config.peft.save_best_adapter = config.finetune.eval_prompt = None
     config.data.num_workers = 0
     config.validation.eval_iters = 0
+    config.finetune.train_epochs = None
     if config.training.train_samples is None:
         config.training.train_iters = max(steps, config.training.train_iters or 0)
     config.training.dump_grads = None
