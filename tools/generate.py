@@ -35,9 +35,7 @@ def parser() -> FlagParser:
     add = flags.add_argument_group("conversation").add_argument
     chat = "prompts are what a user says; without any, talk in the terminal (default: off)"
     add("--chat", action="store_true", help=chat)
-    add(
-        "--chat-template", metavar="FILE", help="a template's file, or chatml, which is built in (default: the model's)"
-    )
+    add("--chat-template", metavar="FILE", help="a template file, or chatml (default: the tokenizer's own)")
     add("--system", metavar="TEXT", help="system message that begins each conversation (default: the template's)")
     serve = "answer OpenAI's completions and chat completions on 127.0.0.1 until Ctrl-C; 0 takes any free port"
     add("--serve", type=int, metavar="PORT", help=f"{serve} (default: off)")
