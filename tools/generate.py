@@ -56,9 +56,8 @@ def put_adapter(loaded: LoadedModel, folder: str, model: str) -> LoadedModel:
     from megalite.peft.files import base_note
     from megalite.precision.policy import Precision
 
-    kind = load_adapter(
-        loaded.model, folder, mesh=loaded.mesh, precision=Precision.from_config(loaded.config.precision)
-    )
+    precision = Precision.from_config(loaded.config.precision)
+    kind = load_adapter(loaded.model, folder, mesh=loaded.mesh, precision=precision)
     notes = [f"with the {kind.peft} adapter {folder}", base_note(folder, model)]
     return loaded.with_adapter(folder, filter(None, notes))
 
