@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 
 FLOORS = {
     "config": 0,
+    "files": 1,
     "distributed": 1,
     "estimate": 1,
     "precision": 2,

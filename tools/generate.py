@@ -35,8 +35,7 @@ def parser() -> FlagParser:
     add = flags.add_argument_group("conversation").add_argument
     chat = "prompts are what a user says; without any, talk in the terminal (default: off)"
     add("--chat", action="store_true", help=chat)
-    template = "file of a chat template, or chatml for the built-in one (default: the tokenizer's own)"
-    add("--chat-template", metavar="FILE", help=template)
+    add("--chat-template", metavar="FILE", help="a template file, or chatml (default: the tokenizer's own)")
     add("--system", metavar="TEXT", help="system message that begins each conversation (default: the template's)")
     serve = "answer OpenAI's completions and chat completions on 127.0.0.1 until Ctrl-C; 0 takes any free port"
     add("--serve", type=int, metavar="PORT", help=f"{serve} (default: off)")
@@ -57,9 +56,8 @@ def put_adapter(loaded: LoadedModel, folder: str, model: str) -> LoadedModel:
     from megalite.peft.files import base_note
     from megalite.precision.policy import Precision
 
-    kind = load_adapter(
-        loaded.model, folder, mesh=loaded.mesh, precision=Precision.from_config(loaded.config.precision)
-    )
+    precision = Precision.from_config(loaded.config.precision)
+    kind = load_adapter(loaded.model, folder, mesh=loaded.mesh, precision=precision)
     notes = [f"with the {kind.peft} adapter {folder}", base_note(folder, model)]
     return loaded.with_adapter(folder, filter(None, notes))
 

@@ -10,9 +10,16 @@ from pathlib import Path
 if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.cli import run_tool
+from megalite.config.cli import at_least_one, below_one, run_tool
 from megalite.config.fields import section_names
-from megalite.config.flags import FlagParser, build_parser, explicit_fields, parse_namespace, read_run
+from megalite.config.flags import (
+    FlagParser,
+    build_parser,
+    explicit_fields,
+    parse_namespace,
+    read_run,
+)
+from megalite.config.smallest import refuse_few_flags
 
 DESCRIPTION = "Run a layout and one process from the same start and compare losses and all gradients. Takes the flags of a run of pretrain_gpt.py or finetune.py. Exit status: 0 equal, 1 not, 2 bad flags."  # noqa: E501
 
@@ -23,12 +30,18 @@ def parser() -> FlagParser:
     add(
         "--shrink",
         action="store_true",
-        help="small network, batch and data of the same structure; --load-hf then gives the structure alone",
+        help="small network, layout, batch and data of the same structure; --load-hf then gives the structure alone",
     )
-    add("--processes", type=int, metavar="N", help="processes of the layout (default: TP x PP x CP, twice if 8 allow)")
-    add("--matrix", type=int, metavar="N", help="prove all layouts of up to N processes instead of the given one")
-    add("--tolerance", type=float, default=1e-10, help="largest relative difference that is equal (default: 1e-10)")
-    add("--steps", type=int, default=10, help="steps to compare (default: 10)")
+    add("--keep-layout", action="store_true", help="with --shrink: keep TP, PP and virtual stages as given")
+    processes = "processes to start (default: TP x PP x CP, twice that where it is up to 8)"
+    add("--processes", type=at_least_one, metavar="N", help=processes)
+    most = "refuse a proof of more processes (default: 4 a CPU core, but at least 16)"
+    add("--most-processes", type=at_least_one, metavar="N", help=most)
+    matrix = "prove all layouts of up to N processes instead of the given one"
+    add("--matrix", type=at_least_one, metavar="N", help=matrix)
+    tolerance = "largest relative difference that counts as equal (default: 1e-10)"
+    add("--tolerance", type=below_one, default=1e-10, metavar="X", help=tolerance)
+    add("--steps", type=at_least_one, default=10, metavar="N", help="steps to compare (default: 10)")
     add("--json", metavar="FILE", help="write the table as JSON")
     return flags
 
@@ -37,18 +50,15 @@ def main(arguments: list[str]) -> int:
     given, notes = parse_namespace(parser(), arguments)
     from megalite.distributed.pool import WorkerError, WorkerTimeout
     from megalite.training.prepare import fill_config
-    from megalite.verify.report import prove_matrix, prove_one
+    from megalite.verify.report import Size, prove_matrix, prove_one
 
     config = read_run(given)
     notes += fill_config(config, explicit_fields(given))
-    for note in notes:
-        print(note, file=sys.stderr)
+    refuse_few_flags(config, "verify_parallel.py")
+    size = Size(given.matrix or given.processes, given.shrink, given.keep_layout, given.most_processes)
+    prove = prove_one if given.matrix is None else prove_matrix
     try:
-        if given.matrix is not None:
-            rows = prove_matrix(config, processes=given.matrix, steps=given.steps, tolerance=given.tolerance)
-        else:
-            size = {"processes": given.processes, "shrunk": given.shrink}
-            rows = prove_one(config, **size, steps=given.steps, tolerance=given.tolerance)
+        rows = prove(config, size, steps=given.steps, tolerance=given.tolerance, notes=notes)
     except (WorkerError, WorkerTimeout) as error:
         print(f"NOT COMPARED, a run failed: {error}", file=sys.stderr)
         return 1

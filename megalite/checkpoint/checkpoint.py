@@ -62,14 +62,17 @@ def save_checkpoint(
     previous = storage.tracked_iteration(root) if mesh.is_first else None
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)  # the writing threads know nothing of this thread's streams
+    begun = False  # until then there may be a folder of another run
     try:
         on_first_rank(lambda: storage.begin(root, iteration), mesh.world)
+        begun = True
         agree(attempt(lambda: _see(folder)), mesh.world)
-        write_shards(folder, owned_chunks(pieces, mesh), mesh.world)
-        on_first_rank(lambda: storage.write_documents(folder, texts), mesh.world)
+        sums = write_shards(folder, owned_chunks(pieces, mesh), mesh.world)
+        on_first_rank(lambda: storage.write_documents(folder, texts, sums), mesh.world)
         on_first_rank(lambda: storage.commit(root, iteration), mesh.world)
     except CheckpointError as error:  # on all ranks alike
-        on_first_rank(lambda: storage.abandon(root, iteration), mesh.world)
+        if begun:
+            on_first_rank(lambda: storage.abandon(root, iteration), mesh.world)
         raise CheckpointError(f"{target} was not saved: {error}") from error
     on_first_rank(lambda: storage.retire(root, iteration, previous, retain), mesh.world)
     return target
@@ -137,7 +140,7 @@ def _refuse_misfits(path: Path, plan: ReadPlan) -> None:
     if plan.missing:
         advice = _hint(path, set())
         if all(key.startswith(STATE_PREFIX) for key in plan.missing):
-            advice = "\n--no-load-optim loads the weights and starts the optimizer afresh."
+            advice = "\n--no-load-optim loads the weights and starts the optimizer without a state."
         raise CheckpointError(f"{path} lacks{_listed(plan.missing)}{advice}")
     if plan.gaps:
         raise CheckpointError(f"{path} holds only parts of{_listed(plan.gaps)}")

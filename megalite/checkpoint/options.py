@@ -17,7 +17,7 @@ COMMANDS = {
     "hf-to-megalite": "Read the Hugging Face folder --hf, write a checkpoint of iteration 0 into --save.",
     "megalite-to-hf": "Read a checkpoint of any layout, write the Hugging Face folder --hf. A checkpoint of --task "
     "classification becomes a classifier (ForSequenceClassification).",
-    "reshard": "Write a checkpoint anew into another number of files. Every bit and the optimizer state stay; each "
+    "reshard": "Write a checkpoint again, into another number of files. Every bit and the optimizer state stay; each "
     "tensor comes in one piece. Loading at another layout does not need this: every checkpoint loads at every layout "
     "as it is.",
     "inspect": "Say what a checkpoint holds. Iteration, network, layout, number format, every parameter, sizes; no "

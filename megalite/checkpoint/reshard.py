@@ -1,4 +1,4 @@
-"""A checkpoint's files written anew, in another number, bit for bit the same.
+"""A checkpoint's files written again, in another number, bit for bit the same.
 
 Key idea: loading at another layout needs none of this, since files hold logical tensors and every rank reads its part
 of them. What a checkpoint of many ranks has is many files, each with pieces of tensors; here every tensor becomes one
@@ -35,8 +35,8 @@ def reshard(source: CheckpointDirectory, root: Path, *, files: int = 1) -> Path:
     }
     kept = source.path.parent / FOLDER
     with storage.first_checkpoint(root, source.iteration, FOLDER) as folder:
-        write_shards(folder, chunks, single_process_mesh().world, files=files)
-        storage.write_documents(folder, {name: _text(source.path / name) for name in storage.DOCUMENTS})
+        sums = write_shards(folder, chunks, single_process_mesh().world, files=files)
+        storage.write_documents(folder, {name: _text(source.path / name) for name in storage.DOCUMENTS}, sums)
         if kept.is_dir():
             copy_small_files(kept, root / FOLDER, config=True)
     return root / storage.directory_name(source.iteration)

@@ -18,7 +18,7 @@ from megalite.checkpoint.planner import STATE_PREFIX
 from megalite.checkpoint.storage import CheckpointDirectory
 from megalite.checkpoint.streaming import read_logical
 from megalite.config.errors import FlagError
-from megalite.data.files import replacing
+from megalite.files.atomic import replacing
 
 SAFETENSORS, PICKLES = ".safetensors", (".pt", ".pth")
 _PREFIX = "model."

@@ -7,7 +7,6 @@ tracker says which that is; where it can't be trusted, the folders are looked at
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -19,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.checksums import check_small_files, write_checksums
 from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.checkpoint.metadata import check_files, read_index
 from megalite.config.schema import CheckpointConfig, RunConfig
+from megalite.files.atomic import publish_folder, remove_leftovers, remove_whole, replacing, sync
+from megalite.files.owner import OWNER, check_unowned, owning
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG_FILE = "config.json"
@@ -80,36 +82,6 @@ def directory_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def _sync_directory(path: Path) -> None:
-    """Make renames and new entries in a folder outlast a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    try:
-        with path.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise CheckpointError(f"{path}: {reason(error)}") from error
-
-
-def _delete(path: Path) -> None:
-    """Delete a checkpoint folder or a link to one; renamed first, so that none is ever seen half deleted."""
-    if path.is_symlink():
-        path.unlink()
-        return
-    doomed = path if path.suffix == ".tmp" else path.with_name(path.name.removesuffix(".old") + ".tmp")
-    if doomed != path:
-        os.rename(path, doomed)
-    shutil.rmtree(doomed)
-
-
 def _entries(root: Path, suffix: str) -> dict[int, Path]:
     """Folders of checkpoints with this suffix (.tmp: being written or deleted, .old: being replaced), by iteration."""
     matches = ((path, _NAME.fullmatch(path.name)) for path in root.iterdir() if path.is_dir())
@@ -118,14 +90,17 @@ def _entries(root: Path, suffix: str) -> dict[int, Path]:
 
 
 def begin(root: Path, iteration: int) -> Path:
-    """Make and return the folder to write a checkpoint into, after clearing away what killed saves left behind."""
+    """Make and return the folder to write a checkpoint into, after clearing away what killed saves left behind.
+
+    Raises a UserError, before anything is touched, where another run owns `root`.
+    """
     root.mkdir(parents=True, exist_ok=True)
-    for path in _entries(root, ".tmp").values():
-        _delete(path)
+    check_unowned(root / OWNER, f"--save {root}", but_mine=True)
+    remove_leftovers(root, re.compile(f"{_NAME.pattern}|{re.escape(TRACKER)}"))
     finished = _entries(root, "")
     for number, path in _entries(root, ".old").items():
         if number in finished:
-            _delete(path)
+            remove_whole(path)
         else:
             os.rename(path, root / directory_name(number))
     folder = temporary(root, iteration)
@@ -134,15 +109,13 @@ def begin(root: Path, iteration: int) -> Path:
 
 
 def temporary(root: Path, iteration: int) -> Path:
-    """Where a checkpoint is written before it has its name."""
+    """Where a checkpoint is written before it has its name: all ranks know it, and the run owns its `root`."""
     return root / f"{directory_name(iteration)}.tmp"
 
 
 def abandon(root: Path, iteration: int) -> None:
     """Remove an unfinished checkpoint, as far as that is possible."""
     shutil.rmtree(temporary(root, iteration), ignore_errors=True)
-    with contextlib.suppress(OSError):
-        _draft(root).unlink()
 
 
 def documents(config: RunConfig, training_state: dict[str, Any]) -> dict[str, str]:
@@ -151,31 +124,24 @@ def documents(config: RunConfig, training_state: dict[str, Any]) -> dict[str, st
     return {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
 
 
-def write_documents(folder: Path, texts: dict[str, str]) -> None:
-    """Write each text to its file, synced to the disk."""
-    for name, text in texts.items():
-        _write_synced(folder / name, text)
-
-
-def _draft(root: Path) -> Path:
-    """The tracker before it replaces the last one."""
-    return root / f"{TRACKER}.tmp"
+def write_documents(folder: Path, texts: dict[str, str], data_sums: dict[str, str]) -> None:
+    """Write each text to its file, and the checksums of all files of the checkpoint: `data_sums` of its data files,
+    which their writers know, and those of the others."""
+    try:
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        write_checksums(folder, data_sums)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {reason(error)}") from error
 
 
 def commit(root: Path, iteration: int) -> Path:
     """Give the written checkpoint its name, replacing an older one of the same iteration, then move the tracker."""
-    source, target = temporary(root, iteration), root / directory_name(iteration)
-    replaced = target.with_name(target.name + ".old")
-    _write_synced(_draft(root), str(iteration))  # before anything is moved: the disk may be full
-    _sync_directory(source)
-    if target.exists():
-        os.rename(target, replaced)
-    os.rename(source, target)
-    _sync_directory(root)
-    os.replace(_draft(root), root / TRACKER)
-    _sync_directory(root)
-    if replaced.exists():
-        _delete(replaced)
+    target = root / directory_name(iteration)
+    with replacing(root / TRACKER) as stream:
+        stream.write(str(iteration).encode())
+        sync(stream)  # before anything is moved: the disk may be full
+        publish_folder(temporary(root, iteration), target)
     return target
 
 
@@ -191,15 +157,16 @@ def first_checkpoint(root: Path, iteration: int, beside: str) -> Iterator[Path]:
     if (root / beside).exists():
         raise CheckpointError(f"{root / beside} exists: choose a new folder for --save")
     made = not root.exists()
-    try:
-        yield begin(root, iteration)
-        commit(root, iteration)
-    except BaseException:
-        abandon(root, iteration)
-        shutil.rmtree(root / beside, ignore_errors=True)
-        if made:
-            shutil.rmtree(root, ignore_errors=True)
-        raise
+    with owning(root / OWNER, f"--save {root}"):
+        try:
+            yield begin(root, iteration)
+            commit(root, iteration)
+        except BaseException:
+            abandon(root, iteration)
+            shutil.rmtree(root / beside, ignore_errors=True)
+            if made:
+                shutil.rmtree(root, ignore_errors=True)
+            raise
 
 
 def tracked_iteration(root: Path) -> int | None:
@@ -219,7 +186,7 @@ def retire(root: Path, iteration: int, previous: int | None, retain: Retention) 
         older = [number for number in older if problem(entries[number]) is None]
     for number in retain.doomed(older, previous):
         try:
-            _delete(entries[number])
+            remove_whole(entries[number])
         except OSError as error:
             warnings.warn(f"{entries[number]} could not be deleted: {reason(error)}", stacklevel=2)
 
@@ -240,12 +207,24 @@ def problem(path: Path) -> str | None:
     try:
         if not path.is_dir():
             raise CheckpointError(f"{path} is missing")
+        check_small_files(path)
         read_json(path / CONFIG_FILE)
-        read_json(path / STATE_FILE)
+        _check_iteration(path, read_json(path / STATE_FILE))
         check_files(path, read_index(path).files)
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def _check_iteration(path: Path, state: dict[str, Any]) -> None:
+    """Raise where the training state is of another iteration than the folder's name says."""
+    named = _NAME.fullmatch(path.name)
+    training = state.get("training")
+    told = training.get("iteration") if isinstance(training, dict) else None
+    if named is not None and told is not None and told != int(named[1]):
+        raise CheckpointError(
+            f"{path / STATE_FILE}: the iteration is {told!r}, but the folder is {path.name}: one of them was changed"
+        )
 
 
 def find_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> CheckpointDirectory | None:

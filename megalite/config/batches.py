@@ -6,9 +6,8 @@ takes `batch size` sequences. Nothing here knows iterations, so a resumed run fi
 
 from __future__ import annotations
 
+from megalite.config.numbers import whole_number
 from megalite.config.schema import TrainingConfig
-
-_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def batch_size_stages(training: TrainingConfig, seq_length: int | None) -> list[tuple[int, int]]:
@@ -43,7 +42,10 @@ def _steps(entries: list[str], seq_length: int | None) -> list[tuple[int, int]]:
         threshold, colon, size = entry.partition(":")
         if not colon:
             raise ValueError(f"{entry} is not TOKENS:SIZE")
-        stages.append((int(_number(threshold) // (seq_length or 1)), int(_number(size))))
+        tokens, sequences = whole_number(threshold, suffixes=True), whole_number(size, suffixes=True)
+        if tokens < 0 or sequences < 1:
+            raise ValueError(f"{entry}: TOKENS must not be negative, SIZE must be at least 1")
+        stages.append((tokens // (seq_length or 1), sequences))
     stages.sort(key=lambda stage: stage[0])
     if not stages or stages[0][0] != 0:
         raise ValueError("the first step must be at 0 tokens")
@@ -51,11 +53,3 @@ def _steps(entries: list[str], seq_length: int | None) -> list[tuple[int, int]]:
     if len(set(firsts)) < len(firsts):
         raise ValueError("two steps are less than a sequence apart")
     return stages
-
-
-def _number(text: str) -> float:
-    factor = _SUFFIXES.get(text[-1:].upper(), 1)
-    try:
-        return float(text[:-1] if factor != 1 else text) * factor
-    except ValueError:
-        raise ValueError(f"{text} is not a number with one of the suffixes K, M, B, T") from None

@@ -1,7 +1,7 @@
 """Everything that can be wrong with a configuration, found before any process group exists.
 
 Key idea: a setting is honoured or refused, never ignored. `check` finds what could not run anywhere, `not_built` what
-megalite can't run yet, `without_effect` what runs but does nothing. All three return plain lines for the user.
+megalite can't run yet, `without_effect` what is set but changes nothing. All three return plain lines for the user.
 """
 
 from __future__ import annotations
@@ -21,14 +21,10 @@ from megalite.config.check_run import (
     tokenizer_problems,
     training_problems,
 )
-from megalite.config.fields import all_fields, get
+from megalite.config.fields import all_fields, get, settings_not_built, take_out
 from megalite.config.limits import problems_of_values
 from megalite.config.schema import RunConfig
-
-# Values beside the default with which a planned feature stays off.
-NEUTRAL = {
-    "layout.data_parallel_sharding_strategy": "no_shard",
-}
+from megalite.config.smallest import missing_fields
 
 
 def check(config: RunConfig, world_size: int) -> list[str]:
@@ -57,13 +53,10 @@ def check(config: RunConfig, world_size: int) -> list[str]:
 
 
 def not_built(config: RunConfig) -> list[str]:
-    """One line for each setting whose feature isn't built yet."""
-    lines = []
-    for field in all_fields().values():
-        value = get(config, field.path)
-        if field.planned and value != field.default and value != NEUTRAL.get(field.path, field.default):
-            lines.append(f"{field.show(value)}: {field.planned} is not built yet")
-    return lines
+    """One line for each setting whose feature isn't built yet, and one that says what to take out."""
+    settings = settings_not_built(config)
+    lines = [f"{shown}: {planned} is not built yet" for shown, planned in settings]
+    return [*lines, *take_out([shown for shown, _ in settings])]
 
 
 def without_effect(config: RunConfig) -> list[str]:
@@ -128,11 +121,6 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
 
 def _missing(config: RunConfig) -> Iterator[str]:
     fields = all_fields()
-    needed = ["model.num_layers", "model.hidden_size", "model.num_attention_heads", "data.seq_length"]
-    needed += ["training.micro_batch_size"]
-    if not config.validation.skip_train:
-        needed += ["learning_rate.lr"]
-    for path in needed:
-        if get(config, path) is None:
-            preset = " (or --preset, which gives the network)" if path.startswith("model.") else ""
-            yield f"{fields[path].option} is missing{preset}"
+    for path in missing_fields(config):
+        preset = " (or --preset, which gives the network)" if path.startswith("model.") else ""
+        yield f"{fields[path].option} is missing{preset}"

@@ -18,17 +18,39 @@ def finetune_problems(config: RunConfig) -> Iterator[str]:
     finetune, fields = config.finetune, all_fields()
     task = finetune.task or ("lm" if finetune.sft_data is None else "sft")
     for needed, reason, names in (
-        (finetune.sft_data is not None, "--sft-data", ["sft_valid_data", "sft_valid_share"]),
+        (finetune.sft_data is not None, "--sft-data", ["sft_valid_data", "sft_valid_share", "train_epochs"]),
         (task == "sft", "--task sft", ["sft_packing", "sft_long_answers", "chat_template"]),
         (task == "classification", "--task classification", ["class_names"]),
+        (task != "classification", "--task sft or lm", ["eval_prompt"]),
     ):
         yield from needs(config, needed, reason, *(f"finetune.{name}" for name in names))
     yield from needs(config, task == "sft", "--task sft", "tokenizer.parse_special_tokens")
+    yield from _validation_problems(config)
     classes = finetune.class_names
     if classes is not None and (len(classes) < 2 or len(set(classes)) < len(classes)):
         yield f"{fields['finetune.class_names'].show(classes)}: two or more different names are needed"
+    if finetune.train_epochs is not None:
+        for name in ("train_iters", "train_samples"):
+            if getattr(config.training, name) is not None:
+                yield f"--train-epochs and --{name.replace('_', '-')} exclude each other: choose one length"
+        for name in ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"):
+            yield from needs(config, False, "--train-samples, but --train-epochs was given", f"learning_rate.{name}")
     if finetune.sft_valid_share and finetune.sft_valid_data:
         yield "--sft-valid-share and --sft-valid-data exclude each other"
+
+
+def _validation_problems(config: RunConfig) -> Iterator[str]:
+    """What is done at validations needs some."""
+    finetune, peft = config.finetune, config.peft
+    for flag, value in (("--eval-prompt", finetune.eval_prompt), ("--save-best-adapter", peft.save_best_adapter)):
+        if value is None:
+            continue
+        if finetune.sft_data is not None and not _validates(config):
+            yield f"{flag} needs a validation set: give --sft-valid-data or --sft-valid-share"
+        if config.validation.eval_iters == 0:
+            yield f"{flag} needs evaluations, and --eval-iters is 0"
+    if peft.save_best_adapter is not None and peft.save_best_adapter == peft.save_adapter:
+        yield f"--save-best-adapter {peft.save_best_adapter} is the folder of --save-adapter: give it one of its own"
 
 
 def _base_problems(config: RunConfig) -> Iterator[str]:
@@ -65,8 +87,8 @@ def idle_beside_sft_data(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
     """As `check.without_effect` needs it: what `--sft-data` makes meaningless."""
     if config.finetune.sft_data is None:
         return
-    names = ["split", "data_cache_path", "mmap_bin_files", "reset_position_ids", "reset_attention_mask"]
-    yield "with --sft-data", [f"data.{name}" for name in [*names, "eod_mask_loss"]]
+    names = ["split", "mmap_bin_files", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"]
+    yield "with --sft-data", [f"data.{name}" for name in names]
     if not _validates(config) and config.validation.eval_iters > 0:
         names = ["eval_interval", "full_validation"]
         yield "without --sft-valid-data or --sft-valid-share", [f"validation.{name}" for name in names]

@@ -27,6 +27,11 @@ def model_problems(config: RunConfig) -> Iterator[str]:
 def _shape_problems(config: RunConfig) -> Iterator[str]:
     model = config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
+    if model.hidden_size is not None and ffn_width(model) == 0:
+        yield (
+            f"--swiglu with --hidden-size {model.hidden_size}: the default MLP width, two thirds of 4 x hidden in "
+            "multiples of 64, is 0: give --ffn-hidden-size"
+        )
     if heads is None:
         return
     if model.kv_channels is None and model.hidden_size is not None and model.hidden_size % heads:
@@ -65,7 +70,8 @@ def layout_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x --context-parallel-size {cp} "
             f"= {tp * pp * cp} does not divide the world size {world_size}: "
-            f"start a multiple of {tp * pp * cp} processes or change the layout"
+            f"start a multiple of {tp * pp * cp} processes, or change the layout. To try the layout in small on this "
+            "machine: tools/verify_parallel.py --shrink with the same flags"
         )
     yield from _tensor_problems(config)
     yield from _pipeline_problems(config)

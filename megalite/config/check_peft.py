@@ -46,12 +46,13 @@ _NEEDS = {
     "prefix_hidden_size": ("--peft prefix", ("prefix",)),
     "prompt_init_text": ("--peft prompt", ("prompt",)),
     "save_adapter": ("--peft lora, prefix or prompt", ("lora", "prefix", "prompt")),
+    "save_best_adapter": ("--peft lora, prefix or prompt", ("lora", "prefix", "prompt")),
 }
 
 # What the folder of `--load-adapter` has instead of what these flags mean.
 _DECIDED = {
     "lora_target_modules": "targets of its own",
-    "prefix_projection": "what the projection gave, not the projection",
+    "prefix_projection": "the vectors that the projection computed, not the projection",
     "prompt_init_text": "vectors of its own",
 }
 
@@ -123,7 +124,7 @@ def _target_problems(config: RunConfig) -> Iterator[str]:
         yield f"--lora-target-modules names nothing; {listed}"
     for name in names:
         if name not in valid and name != ALL_LINEAR:
-            yield f"--lora-target-modules {name} is no linear layer; {listed}"
+            yield f"--lora-target-modules {name} is not the name of a linear layer; {listed}"
     if ALL_LINEAR in names and len(names) > 1:
         yield f"--lora-target-modules {','.join(names)}: {ALL_LINEAR} already means every linear layer"
     for whole, parts in _FUSED.items():
@@ -141,12 +142,12 @@ def _virtual_token_problems(config: RunConfig) -> Iterator[str]:
             f"(--max-position-embeddings): --seq-length may be {max(0, longest - peft.num_virtual_tokens)}"
         )
     if model.window_size is not None:
-        yield f"--peft {peft.peft} with --window-size: tokens beyond the window would lose sight of the virtual tokens"
+        yield f"--peft {peft.peft} with --window-size: later tokens could not attend to the virtual tokens"
     apart = config.finetune.sft_packing or config.data.reset_position_ids
     if peft.peft == "prompt" and apart and model.position_embedding_type in ("dynamic", "longrope"):
         yield (
-            f"--peft prompt with --sft-packing or --reset-position-ids: {model.position_embedding_type} positions turn "
-            "by a document's length, and one row's virtual tokens can't have the lengths of several documents"
+            f"--peft prompt with --sft-packing or --reset-position-ids: {model.position_embedding_type} positions "
+            "depend on a document's length, and the virtual tokens of a row with several documents have no single one"
         )
     tp = layout.tensor_model_parallel_size
     if peft.peft == "prompt" and layout.sequence_parallel and peft.num_virtual_tokens % tp:

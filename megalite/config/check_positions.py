@@ -59,7 +59,7 @@ def position_problems(config: RunConfig) -> Iterator[str]:
     if rotated is not None and (rotated < 2 or rotated % 2):
         yield (
             f"--rotary-percent {model.rotary_percent} of a head's {width} channels (--kv-channels) is {rotated}: "
-            "rotary positions turn pairs, so an even number, at least 2"
+            "rotary positions rotate pairs of channels, so it must be even and at least 2"
         )
     elif kind != "rope":
         yield from _scaling_problems(model, rotated)
@@ -77,7 +77,7 @@ def _scaling_problems(model: ModelConfig, rotated: int | None) -> Iterator[str]:
     chosen = f"--position-embedding-type {kind}"
     for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
         if getattr(model, name):
-            yield f"{all_fields()[f'model.{name}'].option} and {chosen} exclude each other: scale in one way"
+            yield f"{all_fields()[f'model.{name}'].option} and {chosen} exclude each other: choose one scaling"
     if model.rope_scaling_factor < 1:
         yield f"--rope-scaling-factor {model.rope_scaling_factor}: {chosen} takes a number of at least 1"
     if kind == "yarn":
@@ -95,13 +95,14 @@ def _yarn_problems(model: ModelConfig) -> Iterator[str]:
     if fast < slow:
         yield f"--yarn-beta-fast {fast} is below --yarn-beta-slow {slow}"
     if (model.yarn_mscale is None) != (model.yarn_mscale_all_dim is None):
-        yield "--yarn-mscale and --yarn-mscale-all-dim mean something only together"
+        yield "--yarn-mscale and --yarn-mscale-all-dim need each other: give both or neither"
     if model.yarn_mscale is not None and model.rope_attention_factor is not None:
-        yield "--rope-attention-factor and --yarn-mscale exclude each other: both give the attention factor"
+        yield "--rope-attention-factor and --yarn-mscale exclude each other: both decide the attention factor"
 
 
 def yarn_turns(model: ModelConfig) -> tuple[float, float]:
-    """Turns in the original length from which a pair isn't stretched, and to which it is fully (Peng et al. 2023)."""
+    """Rotations in the original length above which a pair isn't scaled, and below which it is scaled by the whole
+    factor (Peng et al. 2023)."""
     return (
         32.0 if model.yarn_beta_fast is None else model.yarn_beta_fast,
         1.0 if model.yarn_beta_slow is None else model.yarn_beta_slow,

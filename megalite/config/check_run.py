@@ -10,6 +10,7 @@ from megalite.config.fields import all_fields, get
 from megalite.config.resolve import DEFAULT_TOKENIZER, data_parallel_size, parse_split
 from megalite.config.schema import RunConfig
 
+MOST_GROWTHS = 1 << 16  # of --rampup-batch-size: each becomes an entry of a list
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
 TOKENIZER_NEEDS = {
     "SentencePieceTokenizer": ("tokenizer_model",),
@@ -55,7 +56,9 @@ def _rampup_problems(rampup: list[int], last: int, per_step: int, whole: str) ->
     if start < 1 or increment < 1 or samples < 0:
         yield f"{flag}: START and INCREMENT must be at least 1, SAMPLES not negative"
         return
-    if start > last:
+    if (last - start) // increment > MOST_GROWTHS:
+        yield f"{flag}: the batch would grow {(last - start) // increment} times; at most {MOST_GROWTHS} are possible"
+    elif start > last:
         yield f"{flag}: START is above --global-batch-size {last}"
     elif (last - start) % increment:
         yield f"{flag}: INCREMENT does not divide --global-batch-size {last} - START = {last - start}"
@@ -84,7 +87,8 @@ def _step_problems(config: RunConfig, per_step: int, whole: str) -> Iterator[str
 def training_problems(config: RunConfig) -> Iterator[str]:
     """Length of training, recomputation, weight decay."""
     training, optimizer = config.training, config.optimizer
-    if training.train_iters is None and training.train_samples is None and not config.validation.skip_train:
+    lengths = (training.train_iters, training.train_samples, config.finetune.train_epochs)
+    if lengths == (None, None, None) and not config.validation.skip_train:
         yield "--train-iters or --train-samples is missing"
     yield from _recompute_problems(config)
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
@@ -148,8 +152,9 @@ def learning_rate_problems(config: RunConfig) -> Iterator[str]:
 def _unit_problems(config: RunConfig) -> Iterator[str]:
     """Iterations or samples, never both."""
     rate, training = config.learning_rate, config.training
-    by_iters, by_samples = training.train_iters is not None, training.train_samples is not None
-    if by_iters and by_samples:
+    by_samples = training.train_samples is not None
+    by_iters = training.train_iters is not None or config.finetune.train_epochs is not None
+    if training.train_iters is not None and by_samples:
         yield "--train-iters and --train-samples exclude each other"
         return
     unit, other = ("iters", "samples") if by_iters else ("samples", "iters")
@@ -224,9 +229,11 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
     given = config.tokenizer.tokenizer_type
     kind = given or DEFAULT_TOKENIZER
     default = "" if given else " (the default)"
-    for name in TOKENIZER_NEEDS[kind]:
-        if getattr(config.tokenizer, name) is None:
-            yield f"--tokenizer-type {kind}{default} needs --{name.replace('_', '-')}"
+    missing = [
+        f"--{name.replace('_', '-')}" for name in TOKENIZER_NEEDS[kind] if getattr(config.tokenizer, name) is None
+    ]
+    if missing:
+        yield f"--tokenizer-type {kind}{default} needs {' and '.join(missing)}"
 
 
 def checkpoint_problems(config: RunConfig) -> Iterator[str]:

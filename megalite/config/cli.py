@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from megalite.config.errors import FlagError, UserError
+from megalite.config.flags import to_float, to_int
 
 
 def run_tool(main: Callable[[list[str]], int]) -> int:
@@ -58,6 +59,22 @@ def add_input_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="what one document of plain text is; paragraphs end at blank lines (default: file)",
     )
     return group
+
+
+def at_least_one(text: str) -> int:
+    """A whole number from 1 on, for argparse."""
+    number = to_int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def below_one(text: str) -> float:
+    """A number from 0 to below 1, for argparse."""
+    number = to_float(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be from 0 to below 1")
+    return number
 
 
 def _end(message: str, status: int) -> int:

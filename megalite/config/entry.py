@@ -20,6 +20,7 @@ from megalite.config.presets import preset_fields
 from megalite.config.resolve import drop_idle, resolve
 from megalite.config.schema import ROTARY, CheckpointConfig, ModelConfig, RunConfig, TokenizerConfig
 from megalite.config.schema_finetune import FinetuneConfig, unnamed_classes
+from megalite.config.smallest import refuse_few_flags
 
 # What `RunConfig.to_dict` wrote into the checkpoint that these flags choose; None where there is no checkpoint.
 CheckpointConfigLoader = Callable[[CheckpointConfig], Mapping[str, Mapping[str, Any]] | None]
@@ -66,6 +67,7 @@ def read_config(
     """
     config, explicit, notes = parse_flags(argv, program, description, sections)
     notes += fill(config, explicit, loaders or Loaders())
+    refuse_few_flags(config, program)
     used, idle = drop_idle(config, world_size)
     problems = check(config, world_size) + not_built(used)
     if problems:

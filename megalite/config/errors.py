@@ -1,4 +1,4 @@
-"""The one exception for mistakes that the user can mend."""
+"""The one exception for mistakes that the user can correct."""
 
 from __future__ import annotations
 

@@ -107,3 +107,14 @@ def put(config: RunConfig, path: str, value: Any) -> None:
     """Set the value at `section.name`."""
     section, name = path.split(".")
     setattr(getattr(config, section), name, value)
+
+
+def settings_not_built(config: RunConfig) -> list[tuple[str, str]]:
+    """Settings whose feature isn't built yet: the flag with its value, and the feature's name."""
+    pairs = ((field, get(config, field.path)) for field in all_fields().values())
+    return [(each.show(value), each.planned) for each, value in pairs if each.planned and value != each.default]
+
+
+def take_out(shown: list[str]) -> list[str]:
+    """One line that lists flags with their values, to be taken out of a command; empty for fewer than two."""
+    return [f"to run without all of these, take out: {' '.join(shown)}"] if len(shown) > 1 else []

@@ -19,15 +19,27 @@ from typing import Any, NoReturn
 
 from megalite.config.argfiles import expand_argument_files
 from megalite.config.errors import FlagError
-from megalite.config.fields import FINETUNING, Field, all_fields, pretraining_sections, put, section_fields
+from megalite.config.fields import (
+    FINETUNING,
+    Field,
+    all_fields,
+    pretraining_sections,
+    put,
+    section_fields,
+    settings_not_built,
+    take_out,
+)
 from megalite.config.megatron_flags import (
+    USE,
     MegatronFlag,
     current_flags,
     earlier_flags,
     foreign_values,
     shorthands,
 )
+from megalite.config.numbers import whole_number
 from megalite.config.schema import RunConfig
+from megalite.config.smallest import NEEDED
 
 GIVEN_MEGATRON_FLAGS = "flags of Megatron-LM"  # in a namespace; no flag can collide with a name with blanks
 EPILOG = (
@@ -141,7 +153,7 @@ def _how_to_store(field: Field) -> dict[str, Any]:
 
 
 def _converter(field: Field) -> Callable[[str], Any]:
-    converters: dict[type, Callable[[str], Any]] = {int: _to_int, float: _to_float, str: str}
+    converters: dict[type, Callable[[str], Any]] = {int: to_int, float: to_float, str: str}
     convert = converters[field.kind]
     if field.choices is None:
         return convert
@@ -158,19 +170,15 @@ def _converter(field: Field) -> Callable[[str], Any]:
     return choose
 
 
-def _to_int(text: str) -> int:
+def to_int(text: str) -> int:
     """A whole number; Megatron-LM has floats for some of ours, so `1000.0` is one too."""
     try:
-        return int(text)
-    except ValueError:
-        pass
-    value = _to_float(text)
-    if not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
-    return int(value)
+        return whole_number(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _to_float(text: str) -> float:
+def to_float(text: str) -> float:
     try:
         return float(text)
     except ValueError:
@@ -186,6 +194,8 @@ def _help(field: Field) -> str:
         parts.append(" (default: off)")
     elif field.default is not None:
         parts.append(f" (default: {field.default})")
+    elif field.path in (*NEEDED, "learning_rate.lr"):
+        parts.append(" (needed; no default)")
     elif "default" not in field.help:
         parts.append(" (default: none)")
     if field.planned:
@@ -196,20 +206,23 @@ def _help(field: Field) -> str:
 def parse_namespace(parser: FlagParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """What was given, and one line for each flag of Megatron-LM that is ignored.
 
-    A FlagError names what is unknown, with the nearest known flag, or refused.
+    A FlagError names all that is unknown, with the nearest known flag, or refused, and says what to take out.
     """
     namespace, unknown = parser.parse_known_args(expand_argument_files(argv))
-    problems, notes = [*_unknown(parser, unknown)], []
+    problems, notes, refused = [*_unknown(parser, unknown)], [], []
     for flag, name, values in getattr(namespace, GIVEN_MEGATRON_FLAGS, []):
         message = flag.message(name, values)
         if name == "--no-position-embedding" and not _has_no_table(namespace):
             problems.append(f"{name}: use --position-embedding-type rope or none instead")
         elif flag.refuses(values):
             problems.append(message)
+            refused += [" ".join([name, *values])] if flag.answer != USE else []
         elif message not in notes:
             notes.append(message)
     if problems:
-        raise FlagError("\n".join(problems))
+        settings = settings_not_built(read_run(namespace))
+        problems += [f"{shown}: {planned} is not built yet" for shown, planned in settings]
+        raise FlagError("\n".join([*problems, *take_out([*refused, *(shown for shown, _ in settings)])]))
     return namespace, notes
 
 

@@ -44,7 +44,7 @@ BOUNDS = (
         data.seq_length tokenizer.vocab_size
         checkpoint.save_interval checkpoint.save_retain_interval checkpoint.keep_last_checkpoints checkpoint.ckpt_step
         validation.eval_interval logging.log_interval logging.tensorboard_log_interval
-        peft.lora_rank peft.num_virtual_tokens peft.prefix_hidden_size
+        peft.lora_rank peft.num_virtual_tokens peft.prefix_hidden_size finetune.train_epochs
         """),
     ),
     Bound(

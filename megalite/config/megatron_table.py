@@ -274,8 +274,6 @@ TABLE = """
 --dino-warmup-teacher-temp-epochs=
 [ignored] there are no experimental parts to enable
 --enable-experimental
-[changes results] mixture of experts
---num-experts=0 --moe-use-upcycling
 [changes results] other kinds of attention
 --multi-latent-attention --experimental-attention-variant= --linear-attention-freq= --softmax-type=vanilla
 --qk-l2-norm --qk-clip --attention-output-gate --use-kitchen-attention --window-attn-skip-freq=
@@ -307,6 +305,8 @@ TABLE = """
 --tokenizer-hf-no-include-special-tokens
 [changes results] another order of samples
 --mid-level-dataset-surplus=0.005
+[not built] mixture of experts
+--num-experts=0 --moe-use-upcycling
 [not built] running code that comes with a tokenizer
 --trust-remote-code
 [not built] further ways to cut the work

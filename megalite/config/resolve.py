@@ -69,7 +69,7 @@ def parse_split(text: str) -> list[float]:
 
     Quotes and blanks are dropped: launch scripts that keep flags in shell arrays pass them on.
     """
-    words = [word.strip() for word in re.split("[,/]", text.strip().strip("'\"")) if word.strip()]
+    words = [word.strip() for word in re.split("[,/]", text.strip().strip("'\""))]
     try:
         weights = [float(word) for word in words]
     except ValueError:

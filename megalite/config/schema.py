@@ -15,78 +15,10 @@ from typing import Any
 
 from megalite.config.schema_field import flag
 from megalite.config.schema_finetune import FinetuneConfig
+from megalite.config.schema_model import ROTARY as ROTARY
+from megalite.config.schema_model import ModelConfig as ModelConfig
 from megalite.config.schema_peft import PeftConfig
-
-ROTARY = ("rope", "yarn", "dynamic", "longrope")  # kinds of positions that rotate queries and keys
-
-
-@dataclass
-class ModelConfig:
-    """The network. Everything that decides its parameters and its function."""
-
-    preset: str | None = flag(None, "named model size that fills the network flags not given, e.g. gpt2-345m, llama-7b")
-    num_layers: int | None = flag(None, "transformer layers")
-    hidden_size: int | None = flag(None, "width of the residual stream")
-    ffn_hidden_size: int | None = flag(
-        None, "width inside the MLP; default 4 x hidden, with --swiglu two thirds of that in multiples of 64"
-    )
-    num_attention_heads: int | None = flag(None, "query heads")
-    kv_channels: int | None = flag(None, "width of one head; default hidden / heads")
-    group_query_attention: bool = flag(False, "share keys and values between groups of query heads")
-    num_query_groups: int = flag(1, "key/value heads, with --group-query-attention")
-    max_position_embeddings: int | None = flag(None, "rows of the learned position table; the longest sequence")
-    position_embedding_type: str = flag(
-        "learned_absolute", "how positions enter (dynamic: NTK)", choices=("learned_absolute", *ROTARY, "none")
-    )
-    rotary_base: float = flag(10000, "base of the rotary frequencies")
-    rotary_percent: float = flag(1.0, "share of each head's width that is rotated")
-    rotary_interleaved: bool = flag(False, "rotate neighbouring pairs (GPT-J, GLM) instead of halves")
-    use_rope_scaling: bool = flag(False, "scale rotary frequencies as Llama 3.1 does")
-    rope_scaling_factor: float = flag(
-        8.0, "how much longer sequences get by --use-rope-scaling, yarn, dynamic, longrope"
-    )
-    rope_low_freq_factor: float = flag(1.0, "wavelengths above the original length / this are stretched fully")
-    rope_high_freq_factor: float = flag(4.0, "wavelengths below the original length / this are not stretched")
-    rope_original_max_position_embeddings: int = flag(8192, "the length before such scaling")
-    rope_attention_factor: float | None = flag(
-        None, "yarn, longrope: multiplies cosines and sines; default: by the factor"
-    )
-    yarn_beta_fast: float | None = flag(None, "pairs that turn more often in the original length aren't stretched; 32")
-    yarn_beta_slow: float | None = flag(None, "pairs that turn less often are stretched fully; default 1")
-    yarn_correction_range_round_to_int: bool = flag(
-        True, "don't round the borders between these pairs", name="--no-yarn-correction-range-round-to-int"
-    )
-    yarn_mscale: float | None = flag(None, "weight of ln(factor) in the attention factor's numerator")
-    yarn_mscale_all_dim: float | None = flag(None, "the same of its denominator; goes with --yarn-mscale")
-    longrope_short_factor: list[float] | None = flag(None, "stretch of each pair up to the original length")
-    longrope_long_factor: list[float] | None = flag(None, "stretch of each pair in longer sequences")
-    rotary_seq_len_interpolation_factor: float | None = flag(None, "divide positions by this before rotating (linear)")
-    normalization: str = flag("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = flag(1e-5, "added to the variance in a norm")
-    apply_layernorm_1p: bool = flag(False, "store norm weights minus one, so that weight decay pulls them to one")
-    swiglu: bool = flag(False, "gated SiLU in the MLP")
-    squared_relu: bool = flag(False, "squared ReLU in the MLP")
-    openai_gelu: bool = flag(False, "the tanh approximation of GELU in the MLP")
-    add_bias_linear: bool = flag(True, "leave out the biases of the linear layers", name="--disable-bias-linear")
-    add_qkv_bias: bool = flag(False, "biases in the QKV projection even with --disable-bias-linear")
-    add_proj_bias: bool = flag(False, "a bias in the attention's output projection even with --disable-bias-linear")
-    qk_layernorm: bool = flag(False, "normalise queries and keys per head")
-    untie_embeddings_and_output_weights: bool = flag(False, "an output layer of its own instead of the embedding table")
-    model_vocab_size: int | None = flag(None, "rows of the embedding table; default: the tokenizer's ids")
-    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary's rows in memory to a multiple of this x TP")
-    window_size: str | None = flag(
-        None, "sliding attention window as LEFT,RIGHT: tokens visible before and after; -1: no bound"
-    )
-    attention_backend: str = flag(
-        "auto",
-        "attention kernel; unfused and local are plain matrix products, the others scaled_dot_product_attention",
-        choices=("auto", "flash", "fused", "unfused", "local"),
-    )
-    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
-    hidden_dropout: float = flag(0.1, "dropout on embeddings and on each sublayer's output")
-    attention_dropout: float = flag(0.1, "dropout on attention weights")
-    attention_softmax_in_fp32: bool = flag(False, "accepted: the softmax always runs in the wide dtype")
-    label_smoothing: float = flag(0.0, "share of the target's weight spread evenly over the vocabulary in training")
+from megalite.config.values import misfit
 
 
 @dataclass
@@ -101,12 +33,16 @@ class LayoutConfig:
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "layers in one model chunk of the interleaved schedule"
     )
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "model chunks per pipeline rank")
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "model chunks of each pipeline rank; default 1")
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
-        None, "microbatches run on one chunk before the next chunk's turn"
+        None, "microbatches that one chunk runs before the next chunk; default: the pipeline size"
     )
-    decoder_first_pipeline_num_layers: int | None = flag(None, "layers on the first stage")
-    decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last stage")
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "layers on the first stage; default: as many as on the others"
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "layers on the last stage; default: as many as on the others"
+    )
     account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as a layer when cutting stages")
     account_for_loss_in_pipeline_split: bool = flag(False, "count the output layer as a layer when cutting stages")
     pipeline_schedule: str = flag(
@@ -117,7 +53,7 @@ class LayoutConfig:
     distributed_backend: str | None = flag(
         None, "communication library; default nccl on CUDA, gloo on CPU", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: float = flag(10, "a collective that takes longer fails the run")
+    distributed_timeout_minutes: float = flag(10, "longest time of one collective operation; the run ends after it")
     use_distributed_optimizer: bool = flag(False, "shard the optimizer's state over data-parallel ranks (ZeRO-1)")
     data_parallel_sharding_strategy: str | None = flag(
         None,
@@ -141,8 +77,8 @@ class OptimizerConfig:
 
     optimizer: str = flag("adam", "adam (decoupled weight decay, i.e. AdamW) or sgd", choices=("adam", "sgd"))
     weight_decay: float = flag(0.01, "weight decay: decoupled with adam, added to the gradient with sgd")
-    start_weight_decay: float | None = flag(None, "weight decay at the first step, where it changes")
-    end_weight_decay: float | None = flag(None, "weight decay at the last step, where it changes")
+    start_weight_decay: float | None = flag(None, "weight decay at the first step; default --weight-decay")
+    end_weight_decay: float | None = flag(None, "weight decay at the last step; default --weight-decay")
     weight_decay_incr_style: str = flag(
         "constant", "how weight decay goes from start to end", choices=("constant", "linear", "cosine")
     )
@@ -174,7 +110,7 @@ class LearningRateConfig:
     lr_decay_iters: int | None = flag(None, "iterations to decay over; default --train-iters")
     lr_decay_samples: int | None = flag(None, "samples to decay over; default --train-samples")
     lr_wsd_decay_style: str = flag(
-        "exponential", "shape of WSD's last phase", choices=("exponential", "linear", "cosine", "minus_sqrt")
+        "exponential", "shape of the last phase of WSD", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
     lr_wsd_decay_iters: int | None = flag(None, "iterations of WSD's last phase")
     lr_wsd_decay_samples: int | None = flag(None, "samples of WSD's last phase")
@@ -182,17 +118,19 @@ class LearningRateConfig:
     lr_warmup_samples: int = flag(0, "samples of linear warm-up")
     lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay's length")
     lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up")
-    decoupled_lr: float | None = flag(None, "a learning rate of its own for the embedding and the output layer")
-    decoupled_min_lr: float | None = flag(None, "its smallest value")
+    decoupled_lr: float | None = flag(None, "largest learning rate of the embedding and the output layer; default --lr")
+    decoupled_min_lr: float | None = flag(
+        None, "smallest learning rate of the embedding and the output layer; default --min-lr"
+    )
     override_opt_param_scheduler: bool = flag(
         False,
-        "on resume, the command line's schedule replaces the checkpoint's without a word",
+        "on resume, use the command line's schedule and do not report the difference from the checkpoint's",
         name="--override-opt_param-scheduler",
         aliases=("--override-opt-param-scheduler",),
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
-        "on resume, the checkpoint's schedule replaces the command line's",
+        "on resume, use the checkpoint's schedule instead of the command line's",
         name="--use-checkpoint-opt_param-scheduler",
         aliases=("--use-checkpoint-opt-param-scheduler",),
     )
@@ -204,23 +142,32 @@ class TrainingConfig:
 
     micro_batch_size: int | None = flag(None, "sequences in one forward of one data-parallel rank")
     global_batch_size: int | None = flag(None, "sequences per step; default micro batch x data-parallel size")
-    rampup_batch_size: list[int] | None = flag(None, "START INCREMENT SAMPLES: grow the global batch over SAMPLES")
+    rampup_batch_size: list[int] | None = flag(
+        None,
+        "START INCREMENT SAMPLES: the global batch begins at START and grows by INCREMENT, in equal parts of SAMPLES",
+    )
     step_batch_size_schedule: list[str] | None = flag(
-        None, "TOKENS:SIZE ...: the global batch size from each number of tokens on; K, M, B, T are powers of 1000"
+        None, "TOKENS:SIZE ...: after TOKENS tokens the global batch has SIZE sequences; K, M, B, T are powers of 1000"
     )
     train_iters: int | None = flag(None, "steps to train")
     train_samples: int | None = flag(None, "sequences to train, instead of --train-iters")
     exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of this")
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes")
     exit_signal_handler: bool = flag(False, "on SIGTERM or SIGINT finish the step, save and exit 0")
-    seed: int = flag(1234, "of initialisation, data order and dropout")
-    recompute_activations: bool = flag(False, "short for --recompute-granularity selective")
+    seed: int = flag(1234, "seed of initialisation, data order and dropout")
+    recompute_activations: bool = flag(False, "the same as --recompute-granularity selective")
     recompute_granularity: str | None = flag(None, "what to recompute in the backward", choices=("full", "selective"))
-    recompute_method: str | None = flag(None, "which layers recompute fully", choices=("uniform", "block"))
-    recompute_num_layers: int | None = flag(None, "layers per unit (uniform) or per stage (block)")
-    recompute_modules: list[str] | None = flag(None, "modules that selective recompute covers")
-    deterministic_mode: bool = flag(False, "only deterministic kernels (the CPU needs no asking)")
-    calculate_per_token_loss: bool = flag(False, "accepted: the loss is always the mean over all tokens of the batch")
+    recompute_method: str | None = flag(
+        None, "which layers --recompute-granularity full recomputes", choices=("uniform", "block")
+    )
+    recompute_num_layers: int | None = flag(
+        None, "uniform: layers of one recomputed group; block: recomputed layers of each stage"
+    )
+    recompute_modules: list[str] | None = flag(None, "modules that selective recomputation covers; default core_attn")
+    deterministic_mode: bool = flag(False, "only deterministic kernels; CPUs always use them")
+    calculate_per_token_loss: bool = flag(
+        False, "changes nothing: the loss is always the mean over all tokens of the batch"
+    )
     nan_action: str | None = flag(
         None,
         "when loss or gradient norm isn't finite: stop, or skip the step on all ranks; default stop, skip with --fp16",
@@ -240,25 +187,25 @@ class PrecisionConfig:
     bf16: bool = flag(False, "bfloat16 parameters and activations, fp32 main parameters")
     fp16: bool = flag(False, "float16 parameters and activations, fp32 main parameters, loss scaling")
     fp64: bool = flag(False, "everything in float64: the proof mode")
-    loss_scale: float | None = flag(None, "a fixed loss scale for --fp16 instead of the dynamic one")
-    initial_loss_scale: float = flag(4294967296, "where the dynamic loss scale starts")
-    min_loss_scale: float = flag(1.0, "how low it may go")
-    loss_scale_window: int = flag(1000, "good steps before it doubles")
-    hysteresis: int = flag(2, "bad steps before it halves")
+    loss_scale: float | None = flag(None, "a fixed loss scale for --fp16; default: a dynamic one")
+    initial_loss_scale: float = flag(4294967296, "first value of the dynamic loss scale")
+    min_loss_scale: float = flag(1.0, "smallest value of the dynamic loss scale")
+    loss_scale_window: int = flag(1000, "finite steps in a row before the dynamic loss scale doubles")
+    hysteresis: int = flag(2, "overflowing steps before the dynamic loss scale halves")
     grad_reduce_in_bf16: bool = flag(False, "sum gradients over data-parallel ranks in bf16 instead of fp32")
     fp8_format: str | None = flag(None, "FP8 for the matrix products", choices=("e4m3", "hybrid"), planned="FP8")
     fp8_recipe: str = flag(
         "delayed", "FP8 scaling", choices=("delayed", "tensorwise", "blockwise", "mxfp8"), planned="FP8"
     )
-    fp8_margin: int = flag(0, "binary orders left free in FP8 scales", planned="FP8")
-    fp8_amax_history_len: int = flag(1, "steps of history for delayed scaling", planned="FP8")
+    fp8_margin: int = flag(0, "powers of two of headroom in FP8 scales", planned="FP8")
+    fp8_amax_history_len: int = flag(1, "steps whose maxima delayed scaling looks at", planned="FP8")
     fp8_amax_compute_algo: str = flag(
-        "most_recent", "what of the history counts", choices=("most_recent", "max"), planned="FP8"
+        "most_recent", "which of these maxima delayed scaling takes", choices=("most_recent", "max"), planned="FP8"
     )
     fp8_param_gather: bool = flag(False, "gather parameters in FP8", planned="FP8")
     first_last_layers_bf16: bool = flag(False, "first and last layers stay in bf16 under FP8", planned="FP8")
     fp8_backend: str = flag(
-        "auto", "who computes FP8 products", choices=("auto", "te", "torch", "emulated"), planned="FP8"
+        "auto", "library for FP8 products", choices=("auto", "te", "torch", "emulated"), planned="FP8"
     )
 
 
@@ -268,13 +215,13 @@ class DataConfig:
 
     data_path: list[str] | None = flag(None, "prefix of one .bin/.idx pair, or a blend: WEIGHT PREFIX ...")
     split: str | None = flag(None, "shares of documents for train,valid,test; default 969,30,1")
-    train_data_path: list[str] | None = flag(None, "prefix or blend for training, instead of --data-path and --split")
+    train_data_path: list[str] | None = flag(None, "prefix or blend for training, instead of --data-path with --split")
     valid_data_path: list[str] | None = flag(None, "prefix or blend for validation")
     test_data_path: list[str] | None = flag(None, "prefix or blend for testing")
-    data_args_path: str | None = flag(None, "file that holds what --data-path would")
+    data_args_path: str | None = flag(None, "file with the words of --data-path")
     data_cache_path: str | None = flag(None, "folder for the sample indices; default: cache/ beside each dataset")
     mmap_bin_files: bool = flag(True, "read .bin files instead of mapping them", name="--no-mmap-bin-files")
-    mock_data: bool = flag(False, "documents from a learnable rule instead of files")
+    mock_data: bool = flag(False, "made documents, from a rule that a model can learn, instead of files")
     seq_length: int | None = flag(None, "tokens in a sequence")
     num_workers: int = flag(2, "data-loader processes per rank")
     dataloader_type: str | None = flag(
@@ -283,8 +230,8 @@ class DataConfig:
         choices=("single", "cyclic"),
     )
     reset_position_ids: bool = flag(False, "positions start again after each end of document")
-    reset_attention_mask: bool = flag(False, "no attention across an end of document")
-    eod_mask_loss: bool = flag(False, "no loss where the input is an end of document")
+    reset_attention_mask: bool = flag(False, "no attention between tokens of different documents")
+    eod_mask_loss: bool = flag(False, "no loss at positions whose input is an end of document")
 
 
 @dataclass
@@ -293,7 +240,7 @@ class TokenizerConfig:
 
     tokenizer_type: str | None = flag(
         None,
-        "kind of tokenizer",
+        "kind of tokenizer; default GPT2BPETokenizer",
         choices=(
             "SentencePieceTokenizer",
             "HuggingFaceTokenizer",
@@ -306,7 +253,9 @@ class TokenizerConfig:
     tiktoken_pattern: str | None = flag(None, "how TikTokenizer splits words", choices=("v1", "v2"))
     vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer")
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
-    vocab_size: int | None = flag(None, "ids of NullTokenizer (its EOD is one more); else a check of the tokenizer's")
+    vocab_size: int | None = flag(
+        None, "ids of NullTokenizer, without its end of document; for other tokenizers, the number that they must have"
+    )
     parse_special_tokens: bool = flag(
         False,
         "special tokens spelled out in documents and messages (<|endoftext|>) become these tokens, not text; those of "
@@ -324,15 +273,15 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = flag(None, "keep only checkpoints at multiples of this, and the newest")
     keep_last_checkpoints: int | None = flag(None, "keep only this many newest checkpoints")
-    load: str | None = flag(None, "folder to resume from, where it holds a checkpoint")
+    load: str | None = flag(None, "folder to resume from; a run without a checkpoint there starts from the beginning")
     ckpt_step: int | None = flag(None, "iteration to load instead of the newest")
     finetune: bool = flag(False, "load weights alone and start at iteration 0")
-    pretrained_checkpoint: str | None = flag(None, "folder to take weights from, where --load holds no checkpoint yet")
-    save_optim: bool = flag(True, "leave the optimizer's state out of checkpoints", name="--no-save-optim")
-    save_rng: bool = flag(True, "leave the dropout key out of checkpoints", name="--no-save-rng")
+    pretrained_checkpoint: str | None = flag(None, "folder to take weights from while --load has no checkpoint")
+    save_optim: bool = flag(True, "do not save the optimizer's state", name="--no-save-optim")
+    save_rng: bool = flag(True, "do not save the dropout seed", name="--no-save-rng")
     load_optim: bool = flag(True, "do not load the optimizer's state", name="--no-load-optim")
-    load_rng: bool = flag(True, "do not load the dropout key; --seed decides", name="--no-load-rng")
-    use_checkpoint_args: bool = flag(False, "take network and tokenizer flags not given from the checkpoint")
+    load_rng: bool = flag(True, "do not load the dropout seed: use --seed", name="--no-load-rng")
+    use_checkpoint_args: bool = flag(False, "take network and tokenizer flags that you leave out from the checkpoint")
     exit_on_missing_checkpoint: bool = flag(False, "fail where --load holds no checkpoint, instead of starting fresh")
     async_save: bool = flag(False, "write checkpoints in the background", planned="asynchronous save")
 
@@ -354,7 +303,7 @@ class LoggingConfig:
     log_interval: int = flag(100, "steps between log lines")
     log_throughput: bool = flag(False, "TFLOP/s per device in the log line")
     log_params_norm: bool = flag(False, "the parameters' norm in the log line")
-    log_top_grad_norms: int = flag(0, "print so many of the largest gradient norms, with the parameters' names")
+    log_top_grad_norms: int = flag(0, "how many of the largest gradient norms to print, with their parameters' names")
     log_memory: bool = flag(False, "print each rank's memory after the first step, measured and predicted")
     log_num_zeros_in_grad: bool = flag(False, "zeros in the gradient in the log line")
     timing_log_level: int = flag(0, "detail of timers in the log: 0, 1 or 2", choices=(0, 1, 2))
@@ -367,7 +316,7 @@ class LoggingConfig:
     profile_step_start: int = flag(10, "first profiled step")
     profile_step_end: int = flag(12, "step at which profiling ends")
     metrics_file: str | None = flag(None, "file for one JSON object per step, full precision")
-    timeline: str | None = flag(None, "folder for each rank's executed actions with their times, one JSON line each")
+    timeline: str | None = flag(None, "folder for one file a rank: each pipeline action with its times, as a JSON line")
 
 
 @dataclass
@@ -399,14 +348,18 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, dict[str, Any]]) -> RunConfig:
-        """The inverse of `to_dict`. Sections or fields that this version doesn't know raise a ValueError."""
+        """The inverse of `to_dict`. Sections or fields that this version doesn't know, and values of another type than
+        their field's, raise a ValueError that names the field."""
         config = cls()
         for section, fields in values.items():
             if not hasattr(config, section):
                 raise ValueError(f"unknown configuration section {section!r}")
             target = getattr(config, section)
+            types = {each.name: str(each.type) for each in dataclasses.fields(target)}
             for key, value in fields.items():
-                if not hasattr(target, key):
+                if key not in types:
                     raise ValueError(f"unknown configuration field {section}.{key}")
+                if (wanted := misfit(types[key], value)) is not None:
+                    raise ValueError(f"{section}.{key} is {value!r}, not {wanted}")
                 setattr(target, key, value)
         return config

@@ -38,15 +38,23 @@ class FinetuneConfig:
         choices=("lm", "sft", "classification"),
     )
     sft_data: list[str] | None = flag(
-        None, "JSON lines of messages, or of prompt and completion; with --task classification of text and label"
+        None,
+        "JSON lines, or a JSON list, of messages, conversations (ShareGPT), instruction and output (Alpaca), or prompt "
+        "and completion; with --task classification of text and label",
     )
+    train_epochs: int | None = flag(None, "passes over --sft-data to train, instead of --train-iters")
     sft_valid_data: list[str] | None = flag(None, "the same for validation")
     sft_valid_share: float = flag(0.0, "share of --sft-data that validation gets, where it has no files of its own")
     sft_packing: bool = flag(False, "several samples in a row, each with attention and positions of its own")
     sft_long_answers: str = flag(
-        "error", "what becomes of an answer longer than a row", choices=("error", "truncate", "drop")
+        "error", "what becomes of a sample whose answers go beyond a row", choices=("error", "truncate", "drop")
     )
     chat_template: str | None = flag(
         None, "chatml, or a file: how conversations become text; default: the tokenizer's own template"
     )
     class_names: list[str] | None = flag(None, "the labels in order; default: those in --sft-data, sorted")
+    eval_prompt: list[str] | None = flag(
+        None,
+        "texts that the model answers after each validation, for you to read; may be given several times",
+        repeatable=True,
+    )

@@ -11,16 +11,24 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from megalite.config.errors import UserError
+from megalite.files.atomic import replacing
+
 
 def digest(content: bytes | memoryview) -> str:
     """Hash of bytes, 32 hex digits. An array goes in as its `.data` (contiguous, one axis)."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def file_digest(path: str) -> str:
+    """`digest` of a file's content."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def cached_arrays(
@@ -47,33 +55,13 @@ def cached_arrays(
             return build()
     arrays = build()
     try:
-        os.makedirs(folder, exist_ok=True)
         for path, array in zip(paths, arrays, strict=True):
-            _publish(path, array)
+            with replacing(path, keep_existing=True) as stream:
+                np.save(stream, array, allow_pickle=False)
         return tuple(np.load(path, mmap_mode="r") for path in paths)
-    except (OSError, ValueError) as error:
+    except (UserError, OSError, ValueError) as error:
         notes.append(f"cannot keep the sample index in {folder} ({error}); it is built in memory at every start")
         return arrays
-
-
-def _publish(path: str, array: np.ndarray) -> None:
-    """Store one array under its name, unless a file of that name is there by then."""
-    temporary = f"{path}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-    try:
-        with open(temporary, "xb") as stream:
-            np.save(stream, array, allow_pickle=False)
-            stream.flush()
-            os.fsync(stream.fileno())
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return
-        except OSError:
-            # A file system without hard links: the rename is atomic too, and the content the same.
-            os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
 
 
 def mapped_state(array: np.ndarray) -> np.ndarray | str:

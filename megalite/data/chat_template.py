@@ -4,28 +4,27 @@ A chat template is a Jinja program that writes a list of messages as text. It ru
 and filters that Hugging Face's templates expect. (Jinja is there wherever torch is, which depends on it.)
 
 The key idea: a template doesn't say which text is an answer, but it can be asked. What it writes for the messages
-before an answer, ready for the model to begin, is where the answer starts; what it writes for those up to the answer is
-where it ends. That holds if the earlier text is the beginning of the later one, which is checked. A template that
-marks answers itself with `{% generation %}` is taken at its word.
+before an answer, ready for the model to begin, is where the answer starts; what it writes for those up to the answer
+is where it ends. Both are asked at each answer's own turn, since a template may write a turn differently once others
+follow (many drop the reasoning of earlier answers). Then that answer is the last of a sample, and a later one begins
+another, with the context that the template gives it. A template that marks answers itself with `{% generation %}` is
+taken at its word.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from megalite.config.errors import FlagError, UserError
-from megalite.data.jsonl import NONCHARACTERS
+from megalite.data.jinja_environment import CLOSE, OPEN, template_environment
+from megalite.data.jsonl import shown
 from megalite.data.segments import BOS_SIGN, EOD_SIGN, Segment, TextEncoder, unguarded
 from megalite.data.tokenizer_base import Tokenizer, first_line, read_file
 from megalite.data.tokenizer_json import ROLES
@@ -33,8 +32,7 @@ from megalite.data.tokenizer_json import ROLES
 CHATML = "chatml"  # the name of the built-in template
 
 Message = Mapping[str, Any]
-_OPEN, _CLOSE = NONCHARACTERS[2], NONCHARACTERS[3]
-_MARKED = re.compile(f"([{_OPEN}{_CLOSE}])")
+_MARKED = re.compile(f"([{OPEN}{CLOSE}])")
 _PROBE = "answer0417"  # content that no template writes itself
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -49,7 +47,7 @@ _CHATML_SOURCE = """{{ bos_token }}
 
 
 class UnstableTemplateError(UserError):
-    """The template writes the beginning of a conversation differently once more messages follow."""
+    """The template doesn't continue its own prompt with the answer."""
 
 
 class ChatTemplate:
@@ -64,7 +62,7 @@ class ChatTemplate:
         self.name, self.source, self.variables, self._protect = name, source, variables, protect
         self.marks_answers = _GENERATION_TAG.search(source) is not None
         try:
-            self._template = _environment().from_string(source, globals=dict(variables))
+            self._template = template_environment().from_string(source, globals=dict(variables))
         except TemplateSyntaxError as error:
             raise UserError(f"the chat template {name}, line {error.lineno}: {error.message}") from None
 
@@ -77,74 +75,112 @@ class ChatTemplate:
         """
         return unguarded(_MARKED.sub("", self._render(messages, tools, add_generation_prompt)))
 
-    def segments(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[Segment]:
-        """The text of a conversation up to its last answer, cut into context and answers.
+    def reads(self, key: str) -> bool:
+        """Whether the program mentions this key of a message."""
+        return re.search(rf"\b{re.escape(key)}\b", self.source) is not None
 
-        An answer ends with its end of turn; where the template writes none, the last one ends with EOD. Raises
-        UserError where there is no answer or the template refuses, UnstableTemplateError where it isn't clear which
-        text is an answer.
+    def samples(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, trained: Collection[int] | None = None
+    ) -> list[list[Segment]]:
+        """A conversation as training takes it: samples, each the text up to an answer, cut into context and answers.
+
+        One sample with all answers where the template only ever adds to what it wrote. An answer is the last of its
+        sample where the template writes it differently later, or writes no end of turn (EOD then ends it); the next
+        sample begins from the first message, as the template writes it at the next answer's turn, and its earlier
+        answers are context.
+
+        `trained`: numbers of the messages whose answers count; None: all. Raises UserError where there is no such
+        answer or the template refuses, UnstableTemplateError where it isn't clear which text is an answer.
         """
         answers = _answers(messages)
-        if not answers:
-            raise UserError("there is no assistant turn")
-        if not self.marks_answers:
-            return self._cut(messages, tools, answers, ends_here=True)
-        result = _marked_segments(self._render(messages[: answers[-1] + 1], tools, False))
-        while result and not result[-1].counted:
-            result.pop()
-        if not result:
-            raise UserError(f"the chat template {self.name} marks none of its text with {{% generation %}}")
-        return result
+        chosen = answers if trained is None else [n for n in answers if n in trained]
+        if not chosen:
+            raise UserError("no assistant turn is trained" if answers else "there is no assistant turn")
+        if self.marks_answers:
+            return [self._marked(messages, tools, answers, chosen)]
+        samples, _ = self._turns(messages, tools, answers)
+        flags = iter([n in chosen for n in answers])
+        marked = [[each._replace(counted=each.counted and next(flags)) for each in sample] for sample in samples]
+        return [sample for sample in marked if any(segment.counted for segment in sample)]
+
+    def segments(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[Segment]:
+        """The sample that ends with the last answer, see `samples`."""
+        return self.samples(messages, tools=tools)[-1]
 
     def prompt_segments(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[Segment]:
-        """The text after which the model answers; earlier answers are cut out where `segments` would, if it can."""
+        """The text after which the model answers, cut as `samples` cuts what comes before an answer."""
         whole = self._render(messages, tools, True)
         if self.marks_answers:
             return _marked_segments(whole)
-        answers = _answers(messages)
         try:
-            history = self._cut(messages, tools, answers, ends_here=False) if answers else []
+            history, known = self._turns(messages, tools, _answers(messages))
         except UnstableTemplateError:
-            history = []
-        known = "".join(segment.text for segment in history)
-        if not whole.startswith(known):
-            history, known = [], ""
-        return [*history, Segment(whole[len(known) :], False)]
+            return [Segment(whole, False)]
+        if known is None or not whole.startswith(known):
+            return [Segment(whole, False)]
+        place = sum(len(segment.text) for segment in history[-1])
+        return [*history[-1], Segment(whole[place:], False)]
 
-    def _cut(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, answers: Sequence[int], *, ends_here: bool
-    ) -> list[Segment]:
-        """Context and answers up to the last answer. `ends_here`: nothing follows it."""
-        whole = self._render(messages[: answers[-1] + 1], tools, False)
-        result, place = [], 0
+    def _turns(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, answers: Sequence[int]
+    ) -> tuple[list[list[Segment]], str | None]:
+        """Samples with all answers; and the text that a prompt must begin with for its answer to go into the last of
+        them, None where none can."""
+        samples: list[list[Segment]] = []
+        known, place = None, 0
         for n in answers:
             before = self._render(messages[:n], tools, True)
-            until = whole if n == answers[-1] else self._render(messages[: n + 1], tools, False)
+            until = self._render(messages[: n + 1], tools, False)
             if not until.startswith(before):
-                raise self._unstable(f"message {n + 1} is there")
-            if not whole.startswith(until):
-                raise self._unstable(f"messages follow message {n + 1}")
-            answer = self._answer(until[len(before) :], messages[n], ends_here=ends_here and n == answers[-1])
-            result += [Segment(whole[place : len(before)], False), Segment(answer, True)]
+                raise self._unstable(n + 1)
+            if known is None or not before.startswith(known):
+                samples.append([])
+                place = 0
+            answer = until[len(before) :].rstrip()  # nobody generates the blanks after an end of turn
+            known = until if self._is_closed(answer) else None
+            answer += "" if known is not None else EOD_SIGN
+            samples[-1] += [Segment(before[place:], False), Segment(answer, True)]
             place = len(before) + len(answer)
+        return samples, known
+
+    def _marked(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, answers: Sequence[int], chosen: Sequence[int]
+    ) -> list[Segment]:
+        """The one sample of a template that marks answers."""
+        result = _marked_segments(self._render(messages[: answers[-1] + 1], tools, False))
+        marked = [place for place, segment in enumerate(result) if segment.counted]
+        if not marked:
+            raise UserError(f"the chat template {self.name} marks none of its text with {{% generation %}}")
+        if len(chosen) < len(answers):
+            if len(marked) != len(answers):
+                raise UserError(
+                    f"some of its {len(answers)} answers aren't trained, but the chat template {self.name} marks "
+                    f"{len(marked)} pieces with {{% generation %}}, so it isn't clear which piece is which answer"
+                )
+            kept = {place for place, n in zip(marked, answers, strict=True) if n in chosen}
+            result = [segment._replace(counted=place in kept) for place, segment in enumerate(result)]
+        while not result[-1].counted:
+            result.pop()
         return result
 
-    def _answer(self, text: str, message: Message, *, ends_here: bool) -> str:
-        """What the model generates of the text that the template adds for an answer."""
-        if self._ends_turns or not (message.get("content") or "").strip():
-            return text.rstrip()  # an end of turn closes it; nobody generates the blanks that follow
-        return text.rstrip() + EOD_SIGN if ends_here else text
+    def _is_closed(self, answer: str) -> bool:
+        """Whether the text of an answer, as the template writes it, ends with an end of turn."""
+        if self._end_of_turn is None:
+            return True
+        ends = tuple(end for end in (self._end_of_turn, self.variables.get("eos_token", "").lower(), EOD_SIGN) if end)
+        return answer.lower().endswith(ends)
 
     @cached_property
-    def _ends_turns(self) -> bool:
-        """Whether the template writes anything but blanks after the content of an answer."""
+    def _end_of_turn(self) -> str | None:
+        """What the template writes after the content of an answer, in small letters, without blanks around. None where
+        it can't be asked: it wants another form of conversation, and so is one of those that write much."""
         try:
             text = self._render(
                 [{"role": "user", "content": "0"}, {"role": "assistant", "content": _PROBE}], None, False
             )
-        except UserError:  # it wants another form of conversation, and so is one of those that write much
-            return True
-        return bool(text.lower().rpartition(_PROBE)[2].strip())  # a template may write it in capitals
+        except UserError:
+            return None
+        return text.lower().rpartition(_PROBE)[2].strip()  # a template may write the content in capitals
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
         """The text, with guards around what only looks like a special token: a message can't forge a turn."""
@@ -163,18 +199,21 @@ class ChatTemplate:
     def _write(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt
+                messages=[_with_objects(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
             )
         except TemplateError as error:
             raise UserError(f"the chat template {self.name} refuses it: {first_line(error)}") from None
         except Exception as error:  # a program of unknown origin may fail in any way
             raise UserError(f"the chat template {self.name} fails on it: {first_line(error)}") from None
 
-    def _unstable(self, when: str) -> UnstableTemplateError:
+    def _unstable(self, number: int) -> UnstableTemplateError:
         return UnstableTemplateError(
-            f"the chat template {self.name} isn't prefix-stable: it writes the beginning of this conversation "
-            f"differently once {when}, so what the answers are can't be told. Give --chat-template {CHATML}, or a "
-            "template file that marks answers with {% generation %}, or conversations with one answer each"
+            f"the chat template {self.name} doesn't write message {number} as the continuation of its own prompt for "
+            f"it, so it isn't clear which text the answer is. Give --chat-template {CHATML}, or a template file that "
+            "marks answers with {% generation %}"
         )
 
 
@@ -295,6 +334,32 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
     return [_each_text(one, change) for one in value] if isinstance(value, list | tuple) else value
 
 
+def _with_objects(message: Message) -> Message:
+    """A message with the `arguments` of its tool calls as objects, which is what templates expect. OpenAI's form has
+    them as JSON in a string, and a template that writes JSON would write that string as a string once more."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    result = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            function = {**function, "arguments": _arguments(function["arguments"])}
+            call = {**call, "function": function} if "function" in call else function
+        result.append(call)
+    return {**message, "tool_calls": result}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"the arguments of a tool call must be an object, or JSON of one, not {shown(text)}")
+    return value
+
+
 def _answers(messages: Sequence[Message]) -> list[int]:
     return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
 
@@ -303,48 +368,8 @@ def _marked_segments(text: str) -> list[Segment]:
     """A text cut at its marks."""
     result, depth = [], 0
     for part in _MARKED.split(text):
-        if part in (_OPEN, _CLOSE):
-            depth += 1 if part == _OPEN else -1
+        if part in (OPEN, CLOSE):
+            depth += 1 if part == OPEN else -1
         elif part:
             result.append(Segment(part, depth > 0))
     return result
-
-
-class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: marks what it encloses."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-    def mark(self, caller: Macro) -> str:
-        return f"{_OPEN}{caller()}{_CLOSE}"
-
-
-def _environment() -> Environment:
-    """Jinja with the settings, filters and functions that Hugging Face's templates are written for. `strftime_now`
-    isn't there: what is trained on must not depend on the day."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is; Jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)

@@ -8,16 +8,20 @@ as they are.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from megalite.config.errors import UserError
 from megalite.data.document_mask import Item
 from megalite.data.gpt_dataset import Datasets, SplitSummary
-from megalite.data.jsonl import Line, read_lines, shown
+from megalite.data.jsonl import Line, Progress, read_lines, shown
 from megalite.data.packing import SequenceBuilder, TokenSequences
+from megalite.data.sample_cache import SampleCache
+from megalite.data.segments import TextEncoder
 from megalite.data.sft import NO_SAMPLES, SftOptions, hold_out
 from megalite.data.tokenizer_base import Tokenizer
 
@@ -40,31 +44,65 @@ class LabelledTexts:
 
 
 def read_labelled_texts(
-    paths: Sequence[str], flag: str, tokenizer: Tokenizer, *, seq_length: int, names: Sequence[str] | None = None
+    paths: Sequence[str],
+    flag: str,
+    tokenizer: Tokenizer,
+    *,
+    seq_length: int,
+    names: Sequence[str] | None = None,
+    cache: SampleCache | None = None,
+    notes: list[str] | None = None,
 ) -> LabelledTexts:
-    """The texts of some files, in order, each with its first `seq_length` tokens.
+    """The texts of some files, in order, each with its first `seq_length` tokens; what the tokenizer's own template
+    puts after every text stays at its end, as with transformers' `truncation=True`.
 
     A label is a string or a whole number. names: the classes in order; None: those that occur, sorted (numbers by
-    value). Raises UserError with file and line for a line that can't be used or a label that isn't in `names`.
+    value). cache: where they are kept; `notes` gets what is to be told of it. Raises UserError with file and line for
+    a line that can't be used or a label that isn't in `names`.
     """
-    builder, truncated = SequenceBuilder(), 0
-    labels: list[str | int] = []
-    for path in paths:
-        for line in read_lines(path, flag):
-            ids, label = _encode(line, tokenizer), _label(line, names)
-            if labels and type(label) is not type(labels[0]):
-                raise line.error(f"label {shown(label)}: other lines have labels like {shown(labels[0])}")
-            truncated += len(ids) > seq_length
-            builder.add(ids[:seq_length], [False] * min(len(ids), seq_length))
-            labels.append(label)
-    if not labels:
-        raise UserError(f"{flag} {' '.join(paths)}: {NO_SAMPLES}")
+    sequences, labels, truncated = _read(
+        paths, flag, tokenizer, seq_length, names, cache, [] if notes is None else notes
+    )
     classes, known = _number(labels, names)
     if len(known) < 2:
         raise UserError(
             f"{flag} {' '.join(paths)}: all labels are {known[0]!r}; a classifier needs two or more classes"
         )
-    return LabelledTexts(builder.build(), classes, known, truncated)
+    return LabelledTexts(sequences, classes, known, truncated)
+
+
+def _read(
+    paths: Sequence[str],
+    flag: str,
+    tokenizer: Tokenizer,
+    seq_length: int,
+    names: Sequence[str] | None,
+    cache: SampleCache | None,
+    notes: list[str],
+) -> tuple[TokenSequences, list[str | int], int]:
+    """Ids and label of each text, and how many were cut; from the cache where it is there."""
+
+    def build(progress: Progress | None = None) -> tuple[np.ndarray, ...]:
+        builder, encoder, cut = SequenceBuilder(), TextEncoder(tokenizer), 0
+        labels: list[str | int] = []
+        for line in (line for path in paths for line in read_lines(path, flag, progress)):
+            ids, label = _encode(line, tokenizer), _label(line, names)
+            if labels and type(label) is not type(labels[0]):
+                raise line.error(f"label {shown(label)}: other lines have labels like {shown(labels[0])}")
+            if len(ids) > seq_length:
+                ids, cut = encoder.cut(ids, seq_length), cut + 1
+            builder.add(ids, [False] * len(ids))
+            labels.append(label)
+        if not labels:
+            raise UserError(f"{flag} {' '.join(paths)}: {NO_SAMPLES}")
+        data = builder.build()
+        text = json.dumps(labels).encode()
+        return data.tokens, data.counted, data.begins, data.origins, np.frombuffer(text, np.uint8), np.array([cut])
+
+    kept = ("tokens", "counted", "begins", "origins", "labels", "cut")
+    key = {"seq_length": seq_length, "names": names}
+    arrays = build() if cache is None else cache.arrays("labels", paths, key, kept, build, notes)
+    return TokenSequences(*arrays[:4]), json.loads(arrays[4].tobytes()), int(arrays[5][0])
 
 
 class ClassificationDataset:
@@ -105,18 +143,18 @@ def build_classification_datasets(
 ) -> tuple[Datasets, tuple[str, ...]]:
     """Training and validation sets of one epoch each, and the classes' names in order.
 
-    options: of which files, validation share, length and seed are used. sizes: samples that the run draws from train,
-    valid, test; 0: the set isn't needed. Raises UserError with file and line for data that can't be used.
+    options: of which files, validation share, length, seed and cache are used. sizes: samples that the run draws from
+    train, valid, test; 0: the set isn't needed. Raises UserError with file and line for data that can't be used.
     """
     pad = next((i for i in (tokenizer.pad, tokenizer.eod) if i is not None), 0)
     length, result = options.seq_length, Datasets()
-    texts = read_labelled_texts(options.data, "--sft-data", tokenizer, seq_length=length, names=names)
+    read = partial(read_labelled_texts, tokenizer=tokenizer, seq_length=length, cache=options.cache, notes=result.notes)
+    texts = read(options.data, "--sft-data", names=names)
     result.notes.append(texts.line("--sft-data"))
     train, valid_texts, valid = np.arange(len(texts.classes)), texts, np.arange(0)
     if options.valid_data:
-        flag = "--sft-valid-data"
-        valid_texts = read_labelled_texts(options.valid_data, flag, tokenizer, seq_length=length, names=texts.names)
-        result.notes.append(valid_texts.line(flag))
+        valid_texts = read(options.valid_data, "--sft-valid-data", names=texts.names)
+        result.notes.append(valid_texts.line("--sft-valid-data"))
         valid = np.arange(len(valid_texts.classes))
     elif options.valid_share:
         train, valid = hold_out(len(texts.classes), options.valid_share, options.seed)

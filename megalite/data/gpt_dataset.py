@@ -56,24 +56,30 @@ class GPTDataset:
         return len(self.index)
 
     def __getitem__(self, index: int) -> Item:
-        return self.format.item(self.text(index))
+        return self.format.item(*self._read(index))
 
     def text(self, index: int) -> np.ndarray:
         """The S + 1 token ids of a sample, int64."""
+        return self._read(index)[0]
+
+    def _read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The S + 1 token ids of a sample, int64; and which of them begin a document of the corpus, bool."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         cut = int(self.index.shuffle_index[index])
         place, offset = (int(value) for value in self.index.sample_index[cut])
         text = np.empty(self.seq_length + 1, dtype=np.int64)
+        first = np.zeros(self.seq_length + 1, dtype=bool)
         filled = 0
         while filled < len(text):
             document = int(self.index.document_index[place])
             available = int(self.corpus.sequence_lengths[document]) - offset
             count = min(available, len(text) - filled)
             text[filled : filled + count] = self.corpus.get(document, offset, count)
+            first[filled : filled + 1] |= offset == 0 and count > 0
             filled, place, offset = filled + count, place + 1, 0
         check_vocabulary(text, self.vocab_size, self.corpus.prefix)
-        return text
+        return text, first
 
 
 def check_vocabulary(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:

@@ -11,16 +11,21 @@ both files' sizes with what the index says before it serves a token.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from megalite.config.errors import UserError
+from megalite.files.atomic import remove_leftovers, replacing, sync
+from megalite.files.owner import owning
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -72,6 +77,13 @@ class IndexedDataset:
         self.prefix = prefix
         self.mmap = mmap
         self._open()
+        held = self.num_tokens * self.dtype.itemsize
+        if held != self._bin_size or (len(self) and self.sequence_pointers[0] != 0):
+            raise UserError(
+                f"{idx_path(prefix)} is damaged: its lengths come to {held} bytes from byte "
+                f"{self.sequence_pointers[0]}, and {bin_path(prefix)} has {self._bin_size}; copy both files again or "
+                "write them again"
+            )
 
     def _open(self) -> None:
         for path in (idx_path(self.prefix), bin_path(self.prefix)):
@@ -112,6 +124,9 @@ class IndexedDataset:
         self.sequence_lengths: np.ndarray = raw[HEADER.size : lengths_end].view("<i4").view(np.ndarray)
         self.sequence_pointers: np.ndarray = raw[lengths_end:pointers_end].view("<i8").view(np.ndarray)
         self.document_indices: np.ndarray = raw[pointers_end:expected].view("<i8").view(np.ndarray)
+        self.sequence_modes: np.ndarray | None = None  # a multimodal index's
+        if size > expected:
+            self.sequence_modes = raw[expected:].view("i1").view(np.ndarray)
         if boundaries == 0 or self.document_indices[0] != 0 or self.document_indices[-1] != sequences:
             raise UserError(f"{path} is damaged: its document boundaries do not span its {sequences} sequences")
 
@@ -170,6 +185,26 @@ class IndexedDataset:
             start, size = start + len(part), size - len(part)
         return b"".join(parts)
 
+    def problems(self) -> Iterator[str]:
+        """What is wrong inside the index, a line each, by reading all of it: opening compares sums alone."""
+        path, position = idx_path(self.prefix), 0
+        for start in range(0, len(self), _POINTER_CHUNK):
+            lengths = self.sequence_lengths[start : start + _POINTER_CHUNK]
+            pointers = self.sequence_pointers[start : start + _POINTER_CHUNK]
+            expected = sequence_pointers(lengths, self.dtype.itemsize, position)
+            wrong = np.flatnonzero((lengths < 0) | (pointers != expected))
+            if wrong.size:
+                sequence, length, pointer = start + int(wrong[0]), lengths[wrong[0]], pointers[wrong[0]]
+                yield (
+                    f"{path} is damaged: sequence {sequence} has {length} tokens from byte {pointer}, which isn't "
+                    "where the one before it ends"
+                )
+                break
+            position += int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        falling = np.flatnonzero(self.document_indices[1:] < self.document_indices[:-1])
+        if falling.size:
+            yield f"{path} is damaged: document {int(falling[0])} ends before it begins"
+
     @property
     def num_documents(self) -> int:
         """Documents; each is one or more sequences."""
@@ -190,11 +225,16 @@ def _missing(prefix: str, path: str) -> str:
     return f"no file {path}; a data path is the prefix of a .bin and .idx pair"
 
 
+class _Discarded(Exception):
+    """Tells open files that they are not wanted."""
+
+
 class IndexedDatasetBuilder:
     """Writes a pair of token files in bounded memory (4 bytes a sequence, 8 a document).
 
-    Writes `PREFIX.bin.tmp` and `PREFIX.idx.tmp`; `finalize` renames them, the index last. As a context manager it
-    finalizes at the end of the block, or removes the temporary files where the block failed.
+    Writes temporary files beside both; `finalize` renames them, the index last. As a context manager it finalizes at
+    the end of the block, or removes the temporary files where the block failed. Until then it owns the prefix: another
+    builder of it gets a UserError that names this process (`files.owner`).
     """
 
     def __init__(self, prefix: str, dtype: Any = np.int32) -> None:
@@ -206,8 +246,16 @@ class IndexedDatasetBuilder:
         self._code = codes[0]
         self._lengths = array("i")
         self._boundaries = array("q", [0])
-        os.makedirs(os.path.dirname(os.path.abspath(prefix)), exist_ok=True)
-        self._bin: BinaryIO | None = open(bin_path(prefix) + ".tmp", "wb")  # noqa: SIM115
+        self._modes = array("b")
+        self._open = ExitStack()  # ended first in, last out: the index gets its name behind the tokens
+        self._bin: BinaryIO | None = None
+        with ExitStack() as stack:
+            stack.enter_context(owning(Path(f"{prefix}.owner"), f"the output {prefix}"))
+            names = re.compile(re.escape(os.path.basename(prefix)) + r"\.(bin|idx)")
+            remove_leftovers(Path(prefix).absolute().parent, names)
+            self._idx = stack.enter_context(replacing(idx_path(prefix)))
+            self._bin = stack.enter_context(replacing(bin_path(prefix)))
+            self._open = stack.pop_all()
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -266,27 +314,22 @@ class IndexedDatasetBuilder:
         offset = len(self._lengths)
         for start in range(0, len(other), _POINTER_CHUNK):
             self._lengths.frombytes(other.sequence_lengths[start : start + _POINTER_CHUNK].tobytes())
+        if other.sequence_modes is not None:
+            self._modes.frombytes(other.sequence_modes.tobytes())
+        if len(self._modes) not in (0, len(self._lengths)):
+            raise UserError(f"{idx_path(prefix)}: some files have a mode for each sequence (multimodal), others none")
         for start in range(1, len(other.document_indices), _POINTER_CHUNK):
             self._boundaries.frombytes((other.document_indices[start : start + _POINTER_CHUNK] + offset).tobytes())
 
     def finalize(self) -> None:
         """Write the index and give both files their names. A crash in between leaves a `.bin` without `.idx`."""
         stream = self._stream()
-        index_tmp = idx_path(self.prefix) + ".tmp"
-        try:
-            _sync(stream)
-            stream.close()
-            with open(index_tmp, "wb") as index:
-                self._write_index(index)
-                _sync(index)
-            if os.path.exists(idx_path(self.prefix)):
-                os.remove(idx_path(self.prefix))
-            os.replace(bin_path(self.prefix) + ".tmp", bin_path(self.prefix))
-            os.replace(index_tmp, idx_path(self.prefix))
-        except BaseException:
-            self.discard()
-            raise
-        self._bin = None
+        with self._open:
+            self._write_index(self._idx)
+            sync(self._idx)
+            sync(stream)  # all is on the disk before the old index goes
+            Path(idx_path(self.prefix)).unlink(missing_ok=True)
+            self._bin = None
 
     def _write_index(self, index: BinaryIO) -> None:
         lengths = np.asarray(self._lengths, dtype="<i4")
@@ -298,22 +341,15 @@ class IndexedDatasetBuilder:
             index.write(sequence_pointers(chunk, self.dtype.itemsize, position).astype("<i8", copy=False).tobytes())
             position += int(chunk.sum(dtype=np.int64)) * self.dtype.itemsize
         index.write(np.asarray(self._boundaries, dtype="<i8").tobytes())
+        index.write(self._modes.tobytes())
 
     def discard(self) -> None:
         """Drop what was written so far."""
-        if self._bin is not None:
-            self._bin.close()
-            self._bin = None
-        for path in (bin_path(self.prefix), idx_path(self.prefix)):
-            if os.path.exists(path + ".tmp"):
-                os.remove(path + ".tmp")
+        self._bin = None
+        with suppress(_Discarded), self._open:
+            raise _Discarded
 
     def _stream(self) -> BinaryIO:
         if self._bin is None:
             raise ValueError(f"{self.prefix} is already finished")
         return self._bin
-
-
-def _sync(stream: BinaryIO) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())

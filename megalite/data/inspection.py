@@ -21,6 +21,8 @@ def describe(prefix: str, tokenizer: Tokenizer | None, documents: int, tokens: i
     if documents < 0 or tokens < 1:
         raise FlagError(f"--documents {documents} --tokens {tokens}: at least 0 and 1 are needed")
     data = IndexedDataset(prefix)
+    for problem in data.problems():
+        raise UserError(f"{problem}; copy both files again or write them again")
     for path in (bin_path(prefix), idx_path(prefix)):
         yield f"{path}: {os.path.getsize(path):,} bytes"
     counts = f"{len(data):,} sequences, {data.num_documents:,} documents, {data.num_tokens:,} tokens"

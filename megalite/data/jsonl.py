@@ -1,4 +1,4 @@
-"""Reads JSON lines of labelled examples: one object a line, any keys.
+"""Reads labelled examples: JSON objects, one a line or all in one list, any keys.
 
 The key idea: a line carries its file and number, so that whatever is found wrong with it later, far from the file, is
 told by file and line.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -21,9 +23,13 @@ from megalite.data.text_input import COMPRESSED, read_chunks
 NONCHARACTERS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4\ufdd5"
 
 
+Progress = Callable[[int], object]
+"""Is told of bytes of a file, as it lies on disk, that were read."""
+
+
 @dataclass(frozen=True)
 class Line:
-    """A JSON object and where it stands; `number` counts from 1."""
+    """A JSON object and where it begins; `number` counts lines from 1."""
 
     path: str
     number: int
@@ -34,8 +40,9 @@ class Line:
         return UserError(f"{self.path}:{self.number}: {message}")
 
 
-def read_lines(path: str, flag: str) -> Iterator[Line]:
-    """The objects of a `.jsonl` file (also `.json`, and `.gz` or `.zst` after it), blank lines left out.
+def read_lines(path: str, flag: str, progress: Progress | None = None) -> Iterator[Line]:
+    """The objects of a `.jsonl` file (also `.json`, and `.gz` or `.zst` after it), blank lines left out; or those of a
+    file that is one JSON list of objects, which is read whole.
 
     `flag`: what named the file. Raises UserError with file and line for a line that isn't a JSON object in UTF-8, or
     whose strings aren't Unicode text.
@@ -48,10 +55,48 @@ def read_lines(path: str, flag: str) -> Iterator[Line]:
         raise UserError(f"{flag} {path}: JSON lines are needed (.jsonl, .json, + .gz, .zst)")
     if not os.path.isfile(path):
         raise UserError(f"{flag} {path}: no such file")
-    for chunk in read_chunks([path]):
+    chunks = read_chunks([path])
+    for chunk in chunks:
+        if chunk.first_line == 1 and chunk.data.lstrip().startswith(b"["):
+            yield from _objects_of_list(path, b"".join([chunk.data, *(rest.data for rest in chunks)]))
+            return
         for number, data in enumerate(chunk.data.split(b"\n"), start=chunk.first_line):
             if data and not data.isspace():
                 yield _parse(path, number, data)
+        if progress is not None:
+            progress(chunk.progress)
+
+
+def _objects_of_list(path: str, data: bytes) -> Iterator[Line]:
+    """The objects of a file that is one JSON list."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Line(path, data.count(b"\n", 0, error.start) + 1, {}).error("not UTF-8") from None
+    decoder = json.JSONDecoder(object_pairs_hook=_object)
+    place = text.index("[")
+    line = Line(path, text.count("\n", 0, place) + 1, {})
+    while text[place : place + 1] in ("[", ","):
+        begin = _after_blanks(text, place + 1)
+        line = replace(line, number=line.number + text.count("\n", place, begin))
+        if text[begin : begin + 1] == "]":
+            place = begin
+            break
+        with _json_errors(line):
+            value, end = decoder.raw_decode(text, begin)
+        yield _checked(line, value, text[begin:end])
+        place = _after_blanks(text, end)
+        line = replace(line, number=line.number + text.count("\n", begin, place))
+    if text[place : place + 1] != "]":
+        raise line.error("broken JSON: a comma or the end of the list is missing")
+    if _after_blanks(text, place + 1) < len(text):
+        raise line.error("broken JSON: something follows the end of the list")
+
+
+def _after_blanks(text: str, place: int) -> int:
+    """The first place from `place` on that isn't blank."""
+    found = re.compile(r"\S").search(text, place)
+    return len(text) if found is None else found.start()
 
 
 def shown(value: object) -> str:
@@ -72,27 +117,40 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _parse(path: str, number: int, data: bytes) -> Line:
-    line = Line(path, number, {})
+@contextmanager
+def _json_errors(line: Line) -> Iterator[None]:
+    """What is wrong with JSON becomes a UserError that names file and line."""
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_object)
+        yield
     except UnicodeDecodeError as error:
-        raise line.error(f"not UTF-8: byte 0x{data[error.start]:02x} at byte {error.start + 1} of the line") from None
+        byte = error.object[error.start]
+        raise line.error(f"not UTF-8: byte 0x{byte:02x} at byte {error.start + 1} of the line") from None
     except json.JSONDecodeError as error:
         raise line.error(f"broken JSON: {error.msg} (column {error.colno})") from None
     except _RepeatedKeyError as error:
         raise line.error(f"the key {shown(error.args[0])} occurs twice in an object") from None
     except (ValueError, RecursionError) as error:
         raise line.error(f"broken JSON: {error}") from None
+
+
+def _parse(path: str, number: int, data: bytes) -> Line:
+    line = Line(path, number, {})
+    with _json_errors(line):
+        source = data.decode("utf-8")
+        value = json.loads(source, object_pairs_hook=_object)
+    return _checked(line, value, source)
+
+
+def _checked(line: Line, value: Any, source: str) -> Line:
+    """The line with its value, which must be an object whose strings are text. `source`: its JSON."""
     if not isinstance(value, dict):
         raise line.error(f"a JSON object is needed, not {shown(value)}")
-    if not data.isascii() or b"\\u" in data:
-        _check_text(line, value)
-    return Line(path, number, value)
+    if not source.isascii() or "\\u" in source:
+        _check_text(line, json.dumps(value, ensure_ascii=False))
+    return replace(line, value=value)
 
 
-def _check_text(line: Line, value: dict[str, Any]) -> None:
-    text = json.dumps(value, ensure_ascii=False)
+def _check_text(line: Line, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

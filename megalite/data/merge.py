@@ -25,6 +25,7 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> tuple[int, int,
             f"--output-prefix {output_prefix} is one of the parts; choose another, or remove the old result"
         )
     dtype = _common_dtype(prefixes)
+    _check_modes(prefixes)
     documents = tokens = 0
     with IndexedDatasetBuilder(output_prefix, dtype) as builder:
         for prefix in tqdm(prefixes, desc="merge", unit="part", disable=None):
@@ -73,3 +74,15 @@ def _common_dtype(prefixes: Sequence[str]) -> str:
                 "they come from vocabularies of different sizes and can't be joined"
             )
     return str(first.str)
+
+
+def _check_modes(prefixes: Sequence[str]) -> None:
+    """Raise UserError where some parts have a mode for each of their sequences (multimodal data) and others none."""
+    parts = [(prefix, IndexedDataset(prefix)) for prefix in prefixes]
+    having = [prefix for prefix, part in parts if part.sequence_modes is not None]
+    lacking = [prefix for prefix, part in parts if part.sequence_modes is None and len(part)]
+    if having and lacking:
+        raise UserError(
+            f"{idx_path(having[0])} has a mode for each sequence (multimodal data) and {idx_path(lacking[0])} has "
+            "none: they can't be joined"
+        )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megalite.data.cache import from_mapped_state, mapped_state
 from megalite.data.document_mask import Item
 
 
@@ -21,12 +22,17 @@ class TokenSequences:
     """Sequences of token ids end to end.
 
     tokens: int32 [total]. counted: bool [total], True for a token that is a label whose loss counts. begins: int64
-    [sequences + 1], where each sequence begins, and the end of the last.
+    [sequences + 1], where each sequence begins, and the end of the last. origins: int64 [sequences], the number of the
+    line that each is of.
     """
 
     tokens: np.ndarray
     counted: np.ndarray
     begins: np.ndarray
+    origins: np.ndarray
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restore, tuple(mapped_state(a) for a in (self.tokens, self.counted, self.begins, self.origins))
 
     def __len__(self) -> int:
         return len(self.begins) - 1
@@ -37,14 +43,20 @@ class TokenSequences:
         return np.diff(self.begins)
 
 
+def _restore(*states: np.ndarray | str) -> TokenSequences:
+    return TokenSequences(*(from_mapped_state(state) for state in states))
+
+
 class SequenceBuilder:
     """Collects sequences in four bytes a token and one for its mark."""
 
     def __init__(self) -> None:
-        self._tokens, self._counted, self._begins = array.array("i"), bytearray(), array.array("q", [0])
+        self._tokens, self._counted = array.array("i"), bytearray()
+        self._begins, self._origins = array.array("q", [0]), array.array("q")
 
-    def add(self, tokens: Sequence[int], counted: Sequence[bool]) -> None:
-        """One more sequence."""
+    def add(self, tokens: Sequence[int], counted: Sequence[bool], origin: int | None = None) -> None:
+        """One more sequence. `origin`: the number of its line; default its own."""
+        self._origins.append(len(self._origins) if origin is None else origin)
         self._tokens.extend(tokens)
         self._counted.extend(counted)
         self._begins.append(len(self._tokens))
@@ -55,6 +67,7 @@ class SequenceBuilder:
             np.frombuffer(self._tokens, dtype=np.int32),
             np.frombuffer(self._counted, dtype=bool),
             np.frombuffer(self._begins, dtype=np.int64),
+            np.frombuffer(self._origins, dtype=np.int64),
         )
 
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megalite.config.errors import UserError
+from megalite.config.errors import FlagError, UserError
 from megalite.data.jsonl import NONCHARACTERS
 from megalite.data.tokenizer_base import Tokenizer
 
@@ -54,7 +54,8 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.prefix, _ = tokenizer.template()
+        self.prefix, closing = tokenizer.template()
+        self._after = len(closing)
         names = "|".join(re.escape(name) for name in sorted(tokenizer.special, key=len, reverse=True))
         self._names = re.compile(names) if names else None
         self._guarded = re.compile(f"{_OPEN}({names}){_CLOSE}|({names})")
@@ -81,6 +82,13 @@ class TextEncoder:
             text = unguarded(self._guarded.sub(lambda found: found[1] or self.tokenizer.marked(found[2]), text))
         (ids,) = self.tokenizer.tokenize_alone([text], special=not guarded)
         return ids
+
+    def cut(self, ids: list[int], length: int) -> list[int]:
+        """A text's ids, template included, cut to `length`, which is less: the template's stay, the text loses its end.
+        A FlagError where the template alone is as long."""
+        if len(self.prefix) + self._after >= length:
+            raise FlagError(f"--seq-length {length} leaves no room for a text: the tokenizer's template takes it all")
+        return [*ids[: length - self._after], *ids[len(ids) - self._after :]]
 
     def encode(self, segments: Sequence[Segment]) -> list[EncodedPiece]:
         """The ids of each segment, in order; empty ones left out."""

@@ -4,13 +4,7 @@ The key idea: each line becomes token ids of which some are answers, once, when 
 (validation share, rows, order) is a function of their lengths and the seed, so every rank of every layout sees the same
 samples.
 
-A line is one of
-
-    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}
-    {"prompt": "...", "completion": "..."}
-
-with the roles system, user, assistant and tool. `tools` beside `messages` and `tool_calls` in an assistant's message
-are handed to the chat template.
+The forms of a line are in `chat_forms`.
 """
 
 from __future__ import annotations
@@ -18,21 +12,21 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
 from megalite.config.errors import FlagError, UserError
+from megalite.data.chat_forms import PAIR, conversation_of, form_of, pair_of
 from megalite.data.chat_template import Chat, load_chat
 from megalite.data.gpt_dataset import Datasets, SplitSummary
-from megalite.data.jsonl import Line, read_lines, shown
+from megalite.data.jsonl import Line, Progress, read_lines
 from megalite.data.packing import RowDataset, Rows, SequenceBuilder, TokenSequences
+from megalite.data.sample_cache import SampleCache
 from megalite.data.segments import EOD_SIGN, EncodedPiece, Segment, TextEncoder
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import require_eod
 
-ROLES = ("system", "user", "assistant", "tool")
 NO_SAMPLES = "it has no samples"
 LONG_ANSWERS = ("error", "truncate", "drop")
 
@@ -42,8 +36,8 @@ class SftOptions:
     """Fine-tuning data as the flags have it.
 
     data, valid_data: JSON-lines files. valid_share: part of `data`, 0 to below 1, that validation gets where there is
-    no `valid_data`. packing: several samples a row. long_answers: what becomes of a sample with an answer that has more
-    tokens than a row: LONG_ANSWERS. chat_template: see `load_chat`.
+    no `valid_data`. packing: several samples a row. long_answers: what becomes of a sample whose answers don't all lie
+    within a row: LONG_ANSWERS. chat_template: see `load_chat`. cache: where samples are kept; None: nowhere.
     """
 
     data: Sequence[str]
@@ -54,12 +48,14 @@ class SftOptions:
     packing: bool = False
     long_answers: str = "error"
     chat_template: str | None = None
+    cache: SampleCache | None = None
 
 
 @dataclass(frozen=True)
 class ReadReport:
     """What reading some files gave. samples: kept. answer_tokens: of them. truncated: samples cut at the row's end, and
     lost_tokens, the answer tokens that this cost. dropped: samples with no answer token left; dropped_tokens: theirs.
+    empty: lines without an answer. split: lines that became several samples.
     """
 
     samples: int = 0
@@ -69,12 +65,22 @@ class ReadReport:
     lost_tokens: int = 0
     dropped: int = 0
     dropped_tokens: int = 0
+    empty: int = 0
+    split: int = 0
 
     def lines(self, name: str, seq_length: int) -> list[str]:
-        """For people; about truncation only where there was any."""
+        """For people; about what was cut or divided only where there was any."""
         result = [
             f"{name}: {self.samples:,} samples of {self.tokens:,} tokens, {self.answer_tokens:,} of them in answers"
         ]
+        if self.split:
+            result.append(
+                f"{name}: {self.split:,} conversations became several samples, since the chat template writes their "
+                "earlier answers differently once later turns follow, or without an end of turn: each answer is "
+                "trained on the text that the template gives at its own turn"
+            )
+        if self.empty:
+            result.append(f"{name}: {self.empty:,} lines with an empty output were left out")
         if self.truncated:
             result.append(
                 f"{name}: {self.truncated:,} samples were cut to --seq-length {seq_length} and lost "
@@ -82,8 +88,8 @@ class ReadReport:
             )
         if self.dropped:
             result.append(
-                f"{name}: {self.dropped:,} samples with {self.dropped_tokens:,} answer tokens were left out: their "
-                f"answers don't fit --seq-length {seq_length}"
+                f"{name}: {self.dropped:,} samples with {self.dropped_tokens:,} answer tokens were left out: they "
+                f"don't fit --seq-length {seq_length}"
             )
         return result
 
@@ -102,18 +108,21 @@ def build_sft_datasets(
     reader = SftReader(options, tokenizer, tokenizer_model)
     result = Datasets()
     pad = eod if tokenizer.pad is None else tokenizer.pad
-    data, report = reader.read(options.data, "--sft-data")
+    data, report = _read(reader, options.data, "--sft-data", result.notes)
     result.notes += report.lines("--sft-data", options.seq_length)
     everything = np.arange(len(data))
     train, held = everything, everything[:0]
     if options.valid_data:
-        valid, report = reader.read(options.valid_data, "--sft-valid-data")
+        valid, report = _read(reader, options.valid_data, "--sft-valid-data", result.notes)
         result.notes += report.lines("--sft-valid-data", options.seq_length)
         held = np.arange(len(valid))
     else:
         valid = data
         if options.valid_share:
-            train, held = hold_out(len(data), options.valid_share, options.seed)
+            lines, of_line = np.unique(data.origins, return_inverse=True)  # no line is in both
+            chosen, _ = hold_out(len(lines), options.valid_share, options.seed)
+            is_train = np.isin(of_line, chosen)
+            train, held = np.flatnonzero(is_train), np.flatnonzero(~is_train)
     if sizes[0]:
         result.train = _rows(options, data, train, pad)
         result.summaries.append(_summary("train", options.data, result.train, sizes[0]))
@@ -123,6 +132,24 @@ def build_sft_datasets(
         result.summaries.append(_summary("valid", options.valid_data or options.data, result.valid, sizes[1]))
         result.notes.append(_filling("valid", result.valid))
     return result
+
+
+def _read(reader: SftReader, paths: Sequence[str], flag: str, notes: list[str]) -> tuple[TokenSequences, ReadReport]:
+    """As `SftReader.read`, from the cache where it is there."""
+    cache, options = reader.options.cache, reader.options
+    if cache is None:
+        return reader.read(paths, flag)
+
+    def build(progress: Progress) -> tuple[np.ndarray, ...]:
+        data, report = reader.read(paths, flag, progress)
+        return data.tokens, data.counted, data.begins, data.origins, np.array(astuple(report), dtype=np.int64)
+
+    kept = {"seq_length": options.seq_length, "long_answers": options.long_answers}
+    template = options.chat_template
+    key = kept | {"template": template, "template_file": cache.content(template) if template else None}
+    names = ("tokens", "counted", "begins", "origins", "report")
+    *arrays, counts = cache.arrays("answers", paths, key, names, build, notes)
+    return TokenSequences(*arrays), ReadReport(*counts.tolist())
 
 
 def check_sft(options: SftOptions, tokenizer: Tokenizer, tokenizer_model: str | None) -> list[str]:
@@ -142,7 +169,8 @@ def check_sft(options: SftOptions, tokenizer: Tokenizer, tokenizer_model: str | 
                 require_eod(tokenizer, flag)
                 for line in itertools.islice(read_lines(path, flag), 1):
                     found = True
-                    reader.fits(line, reader.encode(line))
+                    for pieces in reader.encode(line):
+                        reader.fits(line, pieces)
             except UserError as error:
                 found = True
                 problems.append(str(error))
@@ -177,26 +205,31 @@ class SftReader:
     def chat(self) -> Chat:
         return load_chat(self.options.chat_template, self.tokenizer, self.tokenizer_model)
 
-    def read(self, paths: Sequence[str], flag: str) -> tuple[TokenSequences, ReadReport]:
+    def read(
+        self, paths: Sequence[str], flag: str, progress: Progress | None = None
+    ) -> tuple[TokenSequences, ReadReport]:
         """The samples of some files, in order. Raises UserError where none is left."""
         builder, report = SequenceBuilder(), ReadReport()
-        for path in paths:
-            for line in read_lines(path, flag):
-                report = self._add(line, builder, report)
+        for number, line in enumerate(line for path in paths for line in read_lines(path, flag, progress)):
+            samples = self.encode(line)
+            report = replace(report, empty=report.empty + (not samples), split=report.split + (len(samples) > 1))
+            for pieces in samples:
+                report = self._add(line, number, pieces, builder, report)
         if not report.samples:
             why = f"none of its {report.dropped} samples fits --seq-length" if report.dropped else NO_SAMPLES
             raise UserError(f"{flag} {' '.join(paths)}: {why}")
         return builder.build(), report
 
-    def _add(self, line: Line, builder: SequenceBuilder, report: ReadReport) -> ReadReport:
-        pieces = self.encode(line)
+    def _add(
+        self, line: Line, number: int, pieces: Sequence[EncodedPiece], builder: SequenceBuilder, report: ReadReport
+    ) -> ReadReport:
         ids = [i for piece in pieces for i in piece.ids]
         counted = [piece.counted for piece in pieces for _ in piece.ids]
         answers = sum(counted[1:])
-        kept = self._kept(line, pieces, counted)
+        kept = self._kept(counted) if self.fits(line, pieces) else 0
         if not kept:
             return replace(report, dropped=report.dropped + 1, dropped_tokens=report.dropped_tokens + answers)
-        builder.add(ids[:kept], counted[:kept])
+        builder.add(ids[:kept], counted[:kept], number)
         left = sum(counted[1:kept])
         return replace(
             report,
@@ -208,83 +241,51 @@ class SftReader:
         )
 
     def fits(self, line: Line, pieces: Sequence[EncodedPiece]) -> bool:
-        """Whether each answer fits a row, or may be cut. A UserError where none may be longer."""
-        room = self.options.seq_length
-        longest = max((len(piece.ids) for piece in pieces if piece.counted), default=0)
-        if longest > room and self.options.long_answers == "error":
+        """Whether all answers of a sample lie within a row, or it may be cut. A UserError where none may be longer."""
+        room = self.options.seq_length + 1  # the last token is only a label
+        counted = [piece.counted for piece in pieces for _ in piece.ids]
+        length = max((place + 1 for place, counts in enumerate(counted) if counts), default=0)
+        if length > room and self.options.long_answers == "error":
             raise line.error(
-                f"an answer has {longest} tokens, more than --seq-length {room}: raise it, shorten the answer, or "
-                "give --sft-long-answers truncate or drop"
+                f"the sample has {length} tokens, {sum(counted)} of them in answers, and a row of --seq-length "
+                f"{self.options.seq_length} holds {room}: raise it, shorten the sample, or give --sft-long-answers "
+                "truncate or drop"
             )
-        return longest <= room or self.options.long_answers == "truncate"
+        return length <= room or self.options.long_answers == "truncate"
 
-    def _kept(self, line: Line, pieces: Sequence[EncodedPiece], counted: Sequence[bool]) -> int:
+    def _kept(self, counted: Sequence[bool]) -> int:
         """Tokens of a sample that stay: up to the last answer token in the row; 0 where none is."""
-        if not self.fits(line, pieces):
-            return 0
-        last = self.options.seq_length  # a row of S places holds S + 1 tokens
+        last = self.options.seq_length
         while last > 0 and (last >= len(counted) or not counted[last]):
             last = min(last, len(counted)) - 1
         return last + 1 if last > 0 else 0
 
-    def encode(self, line: Line) -> list[EncodedPiece]:
-        """The ids of a line, context and answers apart, ending with an answer. Raises UserError with file and line."""
+    def encode(self, line: Line) -> list[list[EncodedPiece]]:
+        """The samples of a line: ids of context and answers apart, each sample ending with an answer. One, or several
+        where the chat template gives some answers another context than later ones see; none where the line has no
+        answer and needn't. Raises UserError with file and line."""
         try:
-            if {"messages", "prompt", "completion"} <= line.value.keys():
-                raise line.error("it has messages and also prompt and completion: leave one of the two forms out")
-            if "messages" in line.value:
-                pieces = self.encoder.encode(self._conversation(line))
-            else:
-                prompt, completion = map(self.encoder.protect, _pair(line))
-                pieces = self.encoder.encode([Segment(prompt, False), Segment(completion + EOD_SIGN, True)])
-                pieces.insert(0, EncodedPiece(self.encoder.prefix, False))
+            form = form_of(line)
+            if form != PAIR:
+                found = conversation_of(line, form, lambda key: self.chat.template.reads(key))
+                if found is None:
+                    return []
+                samples = self.chat.template.samples(found.messages, tools=found.tools, trained=found.trained)
+                return [self.encoder.encode(segments) for segments in samples]
+            prompt, completion = map(self.encoder.protect, pair_of(line))
+            pieces = self.encoder.encode([Segment(prompt, False), Segment(completion + EOD_SIGN, True)])
+            return [[EncodedPiece(self.encoder.prefix, False), *pieces]]
         except FlagError:
             raise
         except UserError as error:
             place = f"{line.path}:{line.number}: "
             raise error if str(error).startswith(place) else line.error(str(error)) from None
-        return pieces
 
-    def _conversation(self, line: Line) -> list[Segment]:
-        messages, tools = line.value["messages"], line.value.get("tools")
-        if not isinstance(messages, list) or not messages:
-            raise line.error(f"messages must be a list of objects with role and content, not {shown(messages)}")
-        if tools is not None and not isinstance(tools, list):
-            raise line.error(f"tools must be a list, not {shown(tools)}")
-        for number, message in enumerate(messages, start=1):
-            _check_message(line, number, message)
-        return self.chat.template.segments(messages, tools=tools)
-
-
-def _check_message(line: Line, number: int, message: Any) -> None:
-    if not isinstance(message, dict):
-        raise line.error(f"message {number} must be an object with role and content, not {shown(message)}")
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        problem = f"has the role {shown(role)}" if "role" in message else "has no role"
-        raise line.error(f"message {number} {problem}; known are {', '.join(ROLES)}")
-    calls = role == "assistant" and message.get("tool_calls")
-    if calls and content is None:
-        return
-    if not isinstance(content, str):
-        raise line.error(f"the content of message {number} ({role}) must be a string, not {shown(content)}")
-    if role == "assistant" and not calls and not content.strip():
-        raise line.error(f"message {number} is an empty answer")
-
-
-def _pair(line: Line) -> tuple[str, str]:
-    values = []
-    for key in ("prompt", "completion"):
-        if key not in line.value:
-            there = ", ".join(list(line.value)[:8]) or "none"
-            hint = "; labels are for --task classification" if "label" in line.value else ""
-            raise line.error(f"messages, or prompt and completion, are needed; the line's keys: {there}{hint}")
-        if not isinstance(line.value[key], str):
-            raise line.error(f"{key} must be a string, not {shown(line.value[key])}")
-        values.append(line.value[key])
-    if not values[1].strip():
-        raise line.error("the completion is empty")
-    return values[0], values[1]
+    def prompt(self, text: str, form: str) -> list[int]:
+        """The ids after which a model that learns from lines of this form answers `text`."""
+        if form == PAIR:
+            return [*self.encoder.prefix, *self.encoder.ids(text)]
+        return self.chat.prompt([{"role": "user", "content": text}])
 
 
 def _rows(options: SftOptions, data: TokenSequences, chosen: np.ndarray, pad: int) -> RowDataset:

@@ -12,6 +12,8 @@ from megalite.config.errors import UserError
 from megalite.config.resolve import DEFAULT_SPLIT, parse_split
 from megalite.config.schema import DataConfig, RunConfig
 from megalite.data.blend import Blend, parse_blend
+from megalite.data.cache import file_digest
+from megalite.data.indexed_dataset import idx_path
 
 SPLITS = ("train", "valid", "test")
 NOTHING_TO_TRAIN_ON = (
@@ -86,6 +88,16 @@ def _data_path(data: DataConfig) -> tuple[list[str], str]:
         raise UserError(f"--data-args-path {data.data_args_path}: no such file")
     with open(data.data_args_path, encoding="utf-8") as stream:
         return stream.read().split(), f"--data-args-path {data.data_args_path}"
+
+
+def data_digests(config: RunConfig) -> dict[str, str]:
+    """Hash of every file of samples that the run reads, by its path; of a pair of token files the index, which says how
+    long each document is."""
+    paths = [*(config.finetune.sft_data or []), *(config.finetune.sft_valid_data or [])]
+    if not paths and not config.data.mock_data:
+        sources = split_sources(config.data)
+        paths = [idx_path(prefix) for source in sources if source for prefix in source.blend.prefixes]
+    return {path: file_digest(path) for path in dict.fromkeys(paths)}
 
 
 def split_sizes(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from megalite.config.errors import UserError
-from megalite.data.files import replacing
+from megalite.files.atomic import replacing
 
 # Installed packages, caches, and tests, which repeat the code that they test.
 SKIPPED_FOLDERS = {

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config.errors import FlagError, UserError
-from megalite.data.files import replacing
 from megalite.data.text_input import TEXT_DOCUMENTS, check_keys, expand_inputs, read_documents
+from megalite.files.atomic import replacing
 
 PIECE_BYTES = 4096  # text is learned from in pieces of about this size, cut at line starts
 LEAST_VOCAB_SIZE = 260

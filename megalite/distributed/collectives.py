@@ -7,8 +7,9 @@ its backward overlaps with the weight gradient.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megalite.distributed.mesh import Group, Mesh
 
+Label = TypeVar("Label")
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -33,6 +35,25 @@ def all_gather_objects(value: Any, group: Group) -> list[Any]:
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.process_group)
     return values
+
+
+def gather_tensors(
+    mine: Sequence[tuple[Label, Tensor]], group: Group, device: torch.device
+) -> Iterator[tuple[Label, Tensor]]:
+    """Every member's labelled tensors, in group order, one at a time on the first member, on `device`; none
+    on the others. Labels are picklable and small. Collective: every member must exhaust it."""
+    told = [(label, tuple(tensor.shape), tensor.dtype) for label, tensor in mine]
+    everyone = all_gather_objects(told, group)
+    if group.rank > 0:
+        for _, tensor in mine:
+            dist.send(tensor.to(device).contiguous(), dst=group.ranks[0], group=group.process_group)
+        return
+    yield from mine
+    for member, theirs in zip(group.ranks[1:], everyone[1:], strict=True):
+        for label, shape, dtype in theirs:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            dist.recv(tensor, src=member, group=group.process_group)
+            yield label, tensor
 
 
 def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:

@@ -15,7 +15,7 @@ from megalite.inference.load import LoadedModel
 from megalite.inference.options import GenerationOptions
 from megalite.inference.text import Writing, check_characters, check_text
 
-HELP = "/reset begins anew, /exit ends; Ctrl-C cuts an answer short"
+HELP = "/reset starts a new conversation, /exit ends; Ctrl-C stops an answer"
 
 
 class Dialogue:
@@ -101,7 +101,7 @@ def _answer(
     if room < 1:
         raise UserError(
             f"the conversation has {len(prompt)} tokens, and the model's context is {loaded.context}: "
-            "/reset begins anew"
+            "/reset starts a new conversation"
         )
     options = dataclasses.replace(options, max_new_tokens=min(options.max_new_tokens, room))
     writing = Writing(loaded, [prompt], options, stop=dialogue.ends, indices=[turn])

@@ -18,6 +18,7 @@ from typing import Any
 from megalite.checkpoint.huggingface.hub import local_folder
 from megalite.checkpoint.huggingface.travel import TEMPLATE_FILE, tokenizer_of
 from megalite.config.errors import FlagError
+from megalite.files.atomic import together
 from megalite.inference.chat import Dialogue, converse, open_dialogue
 from megalite.inference.load import LoadedModel, load_for_generation, load_huggingface_for_generation
 from megalite.inference.options import GenerationOptions
@@ -36,7 +37,7 @@ def load(given: argparse.Namespace, overrides: Mapping[str, Any]) -> LoadedModel
 
 
 def _spoken_by_adapter(given: argparse.Namespace, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    folder = Path(given.adapter)
+    folder = together(Path(given.adapter))
     if given.chat_template is None and (folder / TEMPLATE_FILE).is_file():
         given.chat_template = str(folder / TEMPLATE_FILE)
     found = tokenizer_of(folder, 1)
@@ -116,7 +117,7 @@ def talk(loaded: LoadedModel, dialogue: Dialogue, options: GenerationOptions) ->
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (gives `input` a history and editing)
-        say("/reset begins anew, /exit ends; Ctrl-C cuts an answer short")
+        say("/reset starts a new conversation, /exit ends; Ctrl-C stops an answer")
     read: Callable[[], str] = lambda: input("> " if interactive else "")  # noqa: E731
     converse(loaded, dialogue, options, read=read, show=show)
 

@@ -89,8 +89,8 @@ def virtual_tokens(model: GPTStage) -> int:
 
 def check_lengths(model: GPTStage, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
     """A UserError where a prompt and its new tokens need more learned positions than there are, or positions at which
-    cached keys would have to be turned anew. Other rotary positions and none have no such end, though a model may write
-    poorly beyond the length it was trained on."""
+    cached keys would have to be rotated again. Other rotary positions and none have no such limit, though a model may
+    write poorly beyond the length it was trained on."""
     if scales_by_length(model.config):
         _check_scaling(model, prompts, options)
     rows = model.config.max_position_embeddings
@@ -109,8 +109,8 @@ def check_lengths(model: GPTStage, prompts: Sequence[Sequence[int]], options: Ge
 
 
 def most_new_tokens(model: GPTStage, prompt: int) -> int | None:
-    """How many ids may follow a prompt of so many before keys in the cache would have to be turned anew, since dynamic
-    and longrope positions turn by the text's length; None where that bounds nothing."""
+    """How many ids may follow a prompt of that many before keys in the cache would have to be rotated again, since
+    dynamic and longrope positions depend on the text's length; None where there is no such limit."""
     kind, original = model.config.position_embedding_type, model.config.rope_original_max_position_embeddings
     limit = original - virtual_tokens(model)
     if not scales_by_length(model.config) or (kind == "longrope" and prompt > limit):

@@ -32,6 +32,7 @@ from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.distributed.launch import Environment, choose_device, set_threads
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pieces import Piece, whole
+from megalite.files.atomic import together
 from megalite.inference.generate import virtual_tokens
 from megalite.inference.vocabulary import characters_per_id, unknown_ids
 from megalite.models.gpt import GPTStage
@@ -72,7 +73,7 @@ class LoadedModel:
 
     def with_adapter(self, folder: str, notes: Iterable[str]) -> LoadedModel:
         """What it is once the adapter in `folder` has been put on, which may know more ends of a text."""
-        name, ends = f"{self.name}+{_name_of(folder)}", self.ends | stored_ends(Path(folder))
+        name, ends = f"{self.name}+{_name_of(folder)}", self.ends | stored_ends(together(Path(folder)))
         return dataclasses.replace(self, name=name, notes=[*self.notes, *notes], ends=ends)
 
 

@@ -116,8 +116,8 @@ class _Output(ShardedModule):
 class GPTStage(ShardedModule):
     """The span of a GPT model that one pipeline chunk owns.
 
-    `classes`: it decides between so many classes instead of foretelling tokens: it has a `classifier` in place of the
-    output over the vocabulary.
+    `classes`: how many classes it decides between instead of predicting tokens: it has a `classifier` in place of
+    the output over the vocabulary.
     """
 
     def __init__(

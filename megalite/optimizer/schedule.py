@@ -44,9 +44,9 @@ class BatchSchedule:
         assert config.training.train_iters is not None
         return config.training.train_iters
 
-    def samples_after(self, iterations: int) -> int:
-        """Samples consumed by the first `iterations` steps."""
-        consumed = 0
+    def samples_after(self, iterations: int, begun: int = 0) -> int:
+        """Samples consumed at the end of `iterations` steps that begin after `begun` samples."""
+        consumed = begun
         for done in range(iterations):
             size = self.at(consumed)
             if self.is_final(consumed):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from megalite.checkpoint.errors import CheckpointError, agree, attempt
 from megalite.config.errors import UserError
 from megalite.config.schema import ModelConfig
 from megalite.config.schema_peft import PeftConfig
-from megalite.distributed.collectives import all_gather_objects, broadcast_object
+from megalite.distributed.collectives import broadcast_object, gather_tensors
 from megalite.distributed.mesh import Group, Mesh
+from megalite.distributed.param_spec import Shape
 from megalite.distributed.pieces import Piece, whole
 from megalite.estimate.model import AdapterWork
 from megalite.models.gpt import GPTStage
@@ -25,9 +27,17 @@ from megalite.nn.module import named_specs
 from megalite.optimizer.gradient_norm import holders
 from megalite.peft.apply import Scale, apply_peft, prompt_from_text, scales_of
 from megalite.peft.convert import PROMPT, from_peft, to_peft
-from megalite.peft.files import read_adapter, settle, write_adapter, write_beside
+from megalite.peft.files import read_adapter, settle, write_adapter
 from megalite.peft.modules import widths_of
 from megalite.precision.policy import Precision
+
+
+class Part(NamedTuple):
+    """Where a rectangle lies: it begins at `start` of the logical tensor `name` of `shape`."""
+
+    name: str
+    shape: Shape
+    start: Shape
 
 
 @dataclass(frozen=True)
@@ -103,20 +113,21 @@ def load_adapter(model: GPTStage, directory: str, *, mesh: Mesh, precision: Prec
 
 
 def gather(pieces: Iterable[Piece], mesh: Mesh, *, sharded: bool) -> dict[str, Tensor]:
-    """Whole trained parameters on the CPU by global name, from the pieces that ranks hold. Collective: over the world
-    where the data-parallel ranks share them out, else over one replica."""
-    parts = [
-        (piece.name, piece.spec.shape, start, view.detach().cpu().contiguous())
+    """Whole trained parameters on the CPU of the first rank, by global name, from the pieces that ranks hold; nothing
+    on the others. Collective: over the world where the data-parallel ranks share them out, else over a replica."""
+    group = holders(mesh, sharded=sharded)
+    if mesh.world.ranks[0] not in group.ranks:  # a copy of what the first replica has
+        return {}
+    mine = [
+        (Part(piece.name, piece.spec.shape, start), view.detach())
         for piece in pieces
         for box, start, view in piece.held()
         if box.owner == mesh.rank
     ]
     result: dict[str, Tensor] = {}
-    for name, shape, start, view in (
-        part for mine in all_gather_objects(parts, holders(mesh, sharded=sharded)) for part in mine
-    ):
-        tensor = result.setdefault(name, torch.empty(shape, dtype=view.dtype))
-        tensor[tuple(slice(a, a + n) for a, n in zip(start, view.shape, strict=True))] = view
+    for (name, shape, start), part in gather_tensors(mine, group, mesh.device):
+        tensor = result.setdefault(name, torch.empty(shape, dtype=part.dtype))
+        tensor[tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part.cpu()
     return result
 
 
@@ -145,8 +156,7 @@ def save_adapter(
     if mesh.is_first:
         try:
             config, tensors = to_peft(values, model, plan.peft, plan.scales, vocab_size, base)
-            write_adapter(directory, config, tensors, class_names)
-            write_beside(directory, beside())
+            write_adapter(directory, config, tensors, class_names, beside())
         except UserError as raised:
             error = str(raised)
     error = broadcast_object(error, mesh.world)

@@ -24,15 +24,17 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.checkpoint.huggingface.architecture import CLASSIFIER
 from megalite.checkpoint.huggingface.classes import labels_json, read_classes
-from megalite.checkpoint.huggingface.travel import read_small_files
+from megalite.checkpoint.huggingface.travel import TOKENIZER_FILES
 from megalite.checkpoint.storage import read_json
 from megalite.config.check_peft import contradiction
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema_peft import PeftConfig
-from megalite.data.files import replacing
+from megalite.files.atomic import replacing_together, together
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 CLASSES_FILE = "class_names.json"  # labels as in a model's own config.json; PEFT passes it over
+# Without the last a folder is no adapter, for PEFT too.
+_WRITTEN = (*TOKENIZER_FILES, WEIGHTS_FILE, CLASSES_FILE, CONFIG_FILE)
 _PICKLED = "adapter_model.bin"
 KINDS = {"LORA": "lora", "PREFIX_TUNING": "prefix", "PROMPT_TUNING": "prompt"}
 EMBEDDINGS = "prompt_embeddings"
@@ -173,7 +175,7 @@ class Adapter:
 
 def read_adapter(directory: str | Path) -> Adapter:
     """An adapter's folder. A `CheckpointError` says which file is missing or damaged, or what is not supported."""
-    where = Path(directory)
+    where = together(Path(directory))
     config = _read_config(where)
     path = where / WEIGHTS_FILE
     if not path.exists() and (where / _PICKLED).exists():
@@ -264,7 +266,7 @@ def _whole(config: Mapping[str, Any], name: str, path: Path) -> int:
 
 def told_by(directory: str | Path) -> dict[str, Any]:
     """The fields of `PeftConfig` that an adapter's folder decides. Raises as `read_adapter`."""
-    where = Path(directory)
+    where = together(Path(directory))
     config, path = _read_config(where), where / CONFIG_FILE
     kind = KINDS[config["peft_type"]]
     if kind != "lora":
@@ -279,7 +281,7 @@ def told_by(directory: str | Path) -> dict[str, Any]:
 
 def base_note(directory: str | Path, model: str) -> str | None:
     """One line where an adapter's folder names another model than `model` as the one that it was trained beside."""
-    name = _read_config(Path(directory)).get("base_model_name_or_path")
+    name = _read_config(together(Path(directory))).get("base_model_name_or_path")
     if not isinstance(name, str) or not name or Path(name).resolve().name == Path(model).resolve().name:
         return None
     return f"the adapter {directory} was trained beside {name}, and is put on {model}"
@@ -303,7 +305,7 @@ def settle(peft: PeftConfig) -> PeftConfig:
 def read_class_names(directory: str | Path) -> tuple[str, ...] | None:
     """The names of a classifier's classes in order; None where nobody wrote them. A `CheckpointError` where the file
     doesn't give each class a name."""
-    path = Path(directory, CLASSES_FILE)
+    path = together(Path(directory)) / CLASSES_FILE
     return read_classes({**read_json(path), "architectures": [CLASSIFIER]}, str(path)) if path.exists() else None
 
 
@@ -312,36 +314,28 @@ def write_adapter(
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     class_names: Sequence[str] | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write the files of a folder, each whole or not at all. A `UserError` where that fails.
+    """Write the files of a folder, all or none of them. A `UserError` where that fails; an older adapter is then as it
+    was. What else is in the folder stays.
 
-    An older adapter's configuration and names go first: what a kill leaves is refused, never new weights at an old
-    scale or under other names.
+    `beside`: small files of tokenizer, template and generation settings, by name; those of an older adapter go. Of
+    several templates only the main one is kept there.
     """
     where = Path(directory)
-    for file in (where / CONFIG_FILE, where / CLASSES_FILE):
-        try:
-            file.unlink(missing_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot replace {file}: {error.strerror or error}") from None
-    if class_names is not None:
-        _write_json(where / CLASSES_FILE, labels_json(class_names))
-    with replacing(str(where / WEIGHTS_FILE)) as stream:
-        stream.write(save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt"}))
-    _write_json(where / CONFIG_FILE, config)
-
-
-def write_beside(directory: str | Path, files: Mapping[str, bytes]) -> None:
-    """Write small files of tokenizer, template and generation settings into an adapter's folder, each whole or not at
-    all; those of an older adapter go. A `UserError` where that fails."""
-    where = Path(directory)
-    for name in read_small_files(where).keys() - files.keys():
-        (where / name).unlink()
-    for name, content in files.items():
-        with replacing(str(where / name)) as stream:
-            stream.write(content)
+    try:
+        with replacing_together(where, _WRITTEN) as folder:
+            if class_names is not None:
+                _write_json(folder / CLASSES_FILE, labels_json(class_names))
+            content = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            for name, small in (beside or {}).items():
+                if name in TOKENIZER_FILES:
+                    (folder / name).write_bytes(small)
+            (folder / WEIGHTS_FILE).write_bytes(save(content, {"format": "pt"}))
+            _write_json(folder / CONFIG_FILE, config)
+    except OSError as error:
+        raise UserError(f"cannot write {where}: {error.strerror or error}") from None
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    with replacing(str(path)) as stream:
-        stream.write((json.dumps(values, indent=2) + "\n").encode())
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

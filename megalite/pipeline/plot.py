@@ -7,13 +7,13 @@ white is the bubble.
 from __future__ import annotations
 
 import io
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.config.errors import FlagError, UserError
+from megalite.files.atomic import replacing
 from megalite.pipeline.lowering import lower
 from megalite.pipeline.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, build_schedule
 from megalite.pipeline.simulator import simulate
@@ -102,15 +102,8 @@ def draw(panels: Sequence[Panel], path: str | Path) -> None:
         _draw_panel(ax, panel, longest, inches=width - MARGIN_INCHES)
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix[1:], dpi=150, bbox_inches="tight")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(picture.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(picture.getbuffer())
 
 
 def _width(timeline: Timeline) -> float:

@@ -19,8 +19,8 @@ from megalite.training.trainer import Trainer
 @dataclass
 class Loop:
     """`save` writes a checkpoint of the trainer's present state. `splits`: which of valid and test have data and are
-    wanted. `peak_memory`: bytes of the largest process; collective. `first_step`: taken in place of the trainer's own
-    first one."""
+    wanted. `validated` is called with the loss of each evaluation on valid. `peak_memory`: bytes of the largest
+    process; collective. `first_step`: taken in place of the trainer's own first one."""
 
     config: RunConfig
     trainer: Trainer
@@ -32,6 +32,7 @@ class Loop:
     profiler: Profiler
     save: Callable[[], None]
     say: Callable[[str], None]
+    validated: Callable[[float], None]
     peak_memory: Callable[[], int]
     first_step: Callable[[], StepRecord] | None = None
 
@@ -130,6 +131,8 @@ class Loop:
         record = EvaluationRecord(state.iteration, split, loss, scores, of_tokens)
         for sink in self.sinks:
             sink.evaluation(record)
+        if split == "valid":
+            self.validated(loss)
 
     def _report_timers(self) -> None:
         interval = self.config.logging.log_interval

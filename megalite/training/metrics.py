@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megalite.config.schema import RunConfig
+from megalite.files.atomic import replacing
 
 
 @dataclass(frozen=True)
@@ -175,9 +176,8 @@ class MetricsFile:
     def _truncate(path: Path, last: int) -> None:
         lines = path.read_text(encoding="utf-8").splitlines()
         kept = [line + "\n" for line in lines if (iteration := _iteration_of(line)) is not None and iteration <= last]
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
+        with replacing(path) as file:
+            file.write("".join(kept).encode())
 
     def _write(self, values: dict[str, Any]) -> None:
         self.file.write(json.dumps(values) + "\n")

@@ -146,7 +146,8 @@ def run_problems(config: RunConfig, world_size: int) -> list[str]:
 
 
 def _length_problems(config: RunConfig) -> list[str]:
-    if config.validation.skip_train or BatchSchedule.from_config(config).total_iterations(config) > 0:
+    by_epochs = config.finetune.train_epochs is not None and config.training.train_iters is None  # the data will tell
+    if config.validation.skip_train or by_epochs or BatchSchedule.from_config(config).total_iterations(config) > 0:
         return []
     return [
         f"--train-samples {config.training.train_samples} is less than one step of "

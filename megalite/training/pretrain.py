@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megalite.distributed.launch import Environment, start
 from megalite.training.determinism import deterministic
+from megalite.training.outputs import owned_outputs
 from megalite.training.prepare import prepare
 from megalite.training.run import Run
 
@@ -28,6 +29,7 @@ def train(
     with (
         deterministic(prepared.config.training.deterministic_mode),
         start(prepared.config.layout, environment, prepared.device) as mesh,
+        owned_outputs(prepared.config, mesh),
     ):
         run = Run(prepared, mesh)
         run.loop().run()

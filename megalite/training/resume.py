@@ -7,7 +7,7 @@ run's main parameters as its weights, and the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megalite.checkpoint.checkpoint import load_checkpoint, read_config, read_tr
 from megalite.checkpoint.errors import CheckpointError, agree
 from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.metadata import describe
-from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint, problem
+from megalite.checkpoint.storage import CONFIG_FILE, STATE_FILE, CheckpointDirectory, find_checkpoint, problem
 from megalite.config.check_peft import lora_parts, target_names
 from megalite.config.errors import UserError
 from megalite.config.fields import all_fields
@@ -27,7 +27,7 @@ from megalite.distributed.pieces import Piece, whole
 from megalite.models.gpt import GPTStage
 from megalite.nn.module import specs_of
 from megalite.optimizer.optimizer import Optimizer
-from megalite.optimizer.schedule import Schedule
+from megalite.optimizer.schedule import BatchSchedule, Schedule
 from megalite.precision.loss_scaler import LossScaler
 from megalite.training.state import TrainingState
 
@@ -126,8 +126,12 @@ def load(
     scaler: LossScaler,
     schedule: Schedule,
     weights_only: bool,
+    data: Mapping[str, str],
 ) -> tuple[TrainingState, Schedule, list[str]]:
-    """Fill model and optimizer; the state and schedule to go on with, and notes for the user. Collective."""
+    """Fill model and optimizer; the state and schedule to go on with, and notes for the user. Collective.
+
+    `data`: the digests of this run's data, on the first rank.
+    """
     with_optimizer = config.checkpoint.load_optim and not weights_only
     stored = set(describe(directory))
     new_head = weights_only and config.finetune.task == "classification" and f"model.{HEAD}" not in stored
@@ -154,7 +158,13 @@ def load(
     fresh = TrainingState(dropout_seed=config.training.seed)
     if weights_only:
         return fresh, schedule, []
-    state = TrainingState.from_dict(values["training"])
+    state = _read_state(directory, values, config)
+    notes += [
+        f"note: {path} has changed since {directory.path} was saved: the data was made anew, and the run goes on in "
+        "the middle of it"
+        for path, digest in values.get("data", {}).items()
+        if data.get(path, digest) != digest
+    ]
     if not config.checkpoint.load_rng or values.get("rng") is None:
         state.dropout_seed = config.training.seed
     elif state.dropout_seed != config.training.seed:
@@ -167,6 +177,32 @@ def load(
         scaler.load_state(values["loss_scaler"])
     schedule, schedule_notes = choose_schedule(config, schedule, Schedule.from_dict(values["schedule"], schedule))
     return state, schedule, notes + schedule_notes
+
+
+def _read_state(directory: CheckpointDirectory, values: Mapping[str, Any], config: RunConfig) -> TrainingState:
+    """The state that a checkpoint tells and `config` goes on from. A CheckpointError where it can't be true."""
+    path = directory.path / STATE_FILE
+    try:
+        state = TrainingState.from_dict(values["training"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} tells no training state: {error}") from error
+    wrong_numbers, batches = list(state.contradictions()), None
+    if state.begun_iteration is not None and state.begun_samples is not None:
+        batches = BatchSchedule.from_config(read_config(directory))
+        samples = batches.samples_after(state.iteration - state.begun_iteration, state.begun_samples)
+        if samples != state.consumed_samples:
+            wrong_numbers.append(
+                f"consumed_samples is {state.consumed_samples}, but by the batch sizes in {CONFIG_FILE} iteration "
+                f"{state.iteration} ends at {samples}"
+            )
+    for wrong in wrong_numbers:
+        raise CheckpointError(
+            f"{path} contradicts itself: {wrong}. It was changed after it was written: restore it, or load another "
+            "checkpoint with --ckpt-step, or its weights alone with --finetune"
+        )
+    if batches != BatchSchedule.from_config(config):
+        state.begun_iteration, state.begun_samples = state.iteration, state.consumed_samples
+    return state
 
 
 def _check_classes(directory: CheckpointDirectory, classes: list[str] | None) -> None:
@@ -253,18 +289,24 @@ def choose_schedule(config: RunConfig, mine: Schedule, stored: Schedule) -> tupl
     changed = [f"{key} {theirs[key]} → {value}" for key, value in mine.to_dict().items() if theirs[key] != value]
     return mine, [
         "the command line's schedule replaces the checkpoint's: " + ", ".join(changed) + " "
-        "(--override-opt_param-scheduler: no more word of it; --use-checkpoint-opt_param-scheduler: the checkpoint's)"
+        "(--override-opt_param-scheduler hides this line; --use-checkpoint-opt_param-scheduler takes the checkpoint's)"
     ]
 
 
 def training_state(
-    config: RunConfig, state: TrainingState, optimizer: Optimizer, scaler: LossScaler, schedule: Schedule
+    config: RunConfig,
+    state: TrainingState,
+    optimizer: Optimizer,
+    scaler: LossScaler,
+    schedule: Schedule,
+    data: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What `training_state.json` holds."""
+    """What `training_state.json` holds. `data`: digests of the data."""
     return {
         "training": state.to_dict(),
         "rng": {"dropout_seed": state.dropout_seed} if config.checkpoint.save_rng else None,
         "optimizer_steps": optimizer.steps,
         "loss_scaler": scaler.state(),
         "schedule": schedule.to_dict(),
+        "data": dict(data),
     }

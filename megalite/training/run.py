@@ -5,6 +5,7 @@ Key idea: each object is made once, here, from the configuration and those made 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
@@ -16,11 +17,13 @@ from megalite.checkpoint.checkpoint import save_checkpoint
 from megalite.checkpoint.huggingface.hub import published_name
 from megalite.checkpoint.huggingface.travel import companions, origin, spoken_by
 from megalite.checkpoint.storage import CheckpointDirectory, Retention
+from megalite.config.errors import UserError
 from megalite.data.gpt_dataset import Datasets
-from megalite.data.splits import split_sizes
-from megalite.distributed.collectives import barrier
+from megalite.data.splits import data_digests
+from megalite.distributed.collectives import broadcast_object
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece, whole
+from megalite.distributed.turns import first_of_machine_first
 from megalite.estimate.model import AdapterWork, training_flops_per_token
 from megalite.models.gpt import GPTStage, units_of
 from megalite.models.stages import stage_spans
@@ -48,10 +51,11 @@ from megalite.training.metrics import StepRecord, make_sinks
 from megalite.training.plan import Plan
 from megalite.training.prepare import Prepared
 from megalite.training.profiling import Profiler, Timeline
+from megalite.training.prompts import Continuations
 from megalite.training.report import opening_block, predicted_memory
 from megalite.training.signals import StopRequests
 from megalite.training.state import TrainingState
-from megalite.training.task import build_task_datasets
+from megalite.training.task import build_task_datasets, evaluation_prompts
 from megalite.training.timers import Timers
 from megalite.training.trainer import Trainer
 
@@ -68,10 +72,11 @@ class Run:
         config = self.config
         self.say_all(prepared.notes)
         self.precision = Precision.from_config(config.precision)
+        self.datasets = self._datasets()  # first, since it may say how many steps there are
         self.batches = BatchSchedule.from_config(config)
         self.schedule = Schedule.from_config(config, self.batches)
         self.total_iterations = self.batches.total_iterations(config)
-        self.datasets = self._datasets()
+        self.data_digests = data_digests(config) if mesh.is_first else {}
         self.base_names: set[str] = set()  # parameters whose values come from the folder of --load-hf
         sharding = Sharding.from_config(config.layout, config.optimizer, mesh.dp_cp.size)
         # Sharded parameters get values from their shards; frozen ones are not sharded.
@@ -109,22 +114,20 @@ class Run:
     def _datasets(self) -> Datasets:
         """Each machine's first rank builds the indices, then the others find them in the cache."""
         config, prepared = self.config, self.prepared
-        assert config.training.global_batch_size is not None
-        sizes = split_sizes(
-            config,
-            train_samples=self.batches.samples_after(self.total_iterations),
-            train_iters=self.total_iterations,
-            global_batch_size=config.training.global_batch_size,
+        datasets, self.classes = first_of_machine_first(
+            lambda: build_task_datasets(config, prepared.tokenizer),
+            self.mesh,
+            first=prepared.environment.local_rank == 0,
         )
-        first = prepared.environment.local_rank == 0
-        if not first:
-            barrier(self.mesh.world)
-        datasets, self.classes = build_task_datasets(config, prepared.tokenizer, sizes)
         if self.classes is not None:
             config.finetune.class_names = list(self.classes)  # so that checkpoints know
-        if first:
-            barrier(self.mesh.world)
         self.say_all(datasets.notes)
+        for flag, value in (
+            ("--save-best-adapter", config.peft.save_best_adapter),
+            ("--eval-prompt", config.finetune.eval_prompt),
+        ):
+            if value is not None and datasets.valid is None:
+                raise UserError(f"{flag} needs a validation set, and the data flags give none")
         return datasets
 
     def _model(self, *, without_values: bool) -> list[GPTStage]:
@@ -186,6 +189,7 @@ class Run:
             scaler=self.scaler,
             schedule=self.schedule,
             weights_only=weights_only,
+            data=self.data_digests,
         )
         self.say(f"loaded {found.path}" + (" (weights alone)" if weights_only else f", iteration {state.iteration}"))
         self.say_all(notes)
@@ -213,12 +217,16 @@ class Run:
         if directory is None or self.adapter is None or self._adapter_saved == self.state.iteration:
             return
         self._adapter_saved = self.state.iteration
+        self._write_adapter(self.adapter, directory)
+        self.say(f"saved the adapter in {directory}")
+
+    def _write_adapter(self, adapter: AdapterPlan, directory: str) -> None:
         base, trained = self.config.finetune.load_hf, self.config.checkpoint.pretrained_checkpoint
         root = None if trained is None else Path(trained)
         save_adapter(
             directory,
             self.optimizer.parameter_pieces().values(),
-            plan=self.adapter,
+            plan=adapter,
             model=self.config.model,
             mesh=self.mesh,
             vocab_size=self.prepared.vocab_size,
@@ -227,7 +235,22 @@ class Run:
             class_names=self.classes,
             beside=lambda: companions(spoken_by(self.config), origin(root, self.config)),
         )
-        self.say(f"saved the adapter in {directory}")
+
+    def _validated(self, loss: float, evaluator: Evaluator) -> None:
+        """Keep the best adapter and show what the model writes, where they are asked for. Collective over the world."""
+        directory, best = self.config.peft.save_best_adapter, self.state.best_valid_loss
+        loss = broadcast_object(loss, self.mesh.world)  # so that all ranks agree
+        if directory is not None and self.adapter is not None and loss < (math.inf if best is None else best):
+            self.state.best_valid_loss = loss
+            self._write_adapter(self.adapter, directory)
+            self.say(f"saved the adapter in {directory}: validation loss {loss:.6g} is the lowest so far")
+        texts = self.config.finetune.eval_prompt
+        if texts is not None:
+            prompts, ends = evaluation_prompts(self.config, self.prepared.tokenizer)
+            assert self.config.data.seq_length is not None
+            length = self.config.data.seq_length
+            written = Continuations(self.mesh, evaluator, self.prepared.tokenizer, prompts, ends, length).texts()
+            self.say_all([f"prompt: {text}\n  model: {answer}" for text, answer in zip(texts, written, strict=True)])
 
     def _load_base(self) -> None:
         """The weights of `--load-hf`, where it is given."""
@@ -257,7 +280,9 @@ class Run:
             mesh=self.mesh,
             pieces=resume.entries(self.stages, self.optimizer, state=config.save_optim, frozen=self.adapter is None),
             config=self.config,
-            training_state=resume.training_state(self.config, self.state, self.optimizer, self.scaler, self.schedule),
+            training_state=resume.training_state(
+                self.config, self.state, self.optimizer, self.scaler, self.schedule, self.data_digests
+            ),
             retain=Retention.from_config(config),
         )
         self.say(f"saved {path}")
@@ -320,6 +345,9 @@ class Run:
     def loop(self) -> Loop:
         """The whole run, after the block that describes it."""
         config, mesh = self.config, self.mesh
+        evaluator = Evaluator(
+            config, mesh, self.executor, self._runtime(None), self.plan, self.feed.evaluation, self.decisions
+        )
         self.say(
             opening_block(
                 config,
@@ -339,9 +367,7 @@ class Run:
         return Loop(
             config=config,
             trainer=self.trainer,
-            evaluator=Evaluator(
-                config, mesh, self.executor, self._runtime(None), self.plan, self.feed.evaluation, self.decisions
-            ),
+            evaluator=evaluator,
             total_iterations=self.total_iterations,
             splits=[
                 split
@@ -353,6 +379,7 @@ class Run:
             profiler=Profiler(config.logging, Path(config.logging.tensorboard_dir or "profile"), mesh.rank),
             save=self.save,
             say=self.say,
+            validated=partial(self._validated, evaluator=evaluator),
             peak_memory=partial(peak_process_memory, mesh),
             first_step=self._watched_step if config.logging.log_memory else None,
         )

@@ -10,12 +10,17 @@ from dataclasses import replace
 
 from megalite.config.errors import UserError
 from megalite.config.schema import RunConfig
+from megalite.data.chat_forms import PAIR, form_of
 from megalite.data.classification import build_classification_datasets, check_classification
 from megalite.data.document_mask import SampleSource
 from megalite.data.gpt_dataset import Datasets, SplitSummary, build_datasets
-from megalite.data.sft import SftOptions, build_sft_datasets, check_sft
+from megalite.data.jsonl import read_lines
+from megalite.data.sample_cache import SampleCache
+from megalite.data.sft import SftOptions, SftReader, build_sft_datasets, check_sft
+from megalite.data.splits import SPLITS, split_sizes
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import require_eod
+from megalite.optimizer.schedule import BatchSchedule
 
 
 def has_short_samples(config: RunConfig) -> bool:
@@ -36,6 +41,7 @@ def sft_options(config: RunConfig) -> SftOptions:
         packing=finetune.sft_packing,
         long_answers=finetune.sft_long_answers,
         chat_template=finetune.chat_template,
+        cache=SampleCache(config.data.data_cache_path, config.tokenizer, list(filter(None, [finetune.load_hf]))),
     )
 
 
@@ -47,10 +53,38 @@ def _template_place(config: RunConfig) -> str | None:
 def check_task(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     """Problems that show at the first lines of the files, for the time before process groups exist."""
     if config.finetune.task == "sft":
-        return check_sft(sft_options(config), tokenizer, _template_place(config))
+        problems = check_sft(sft_options(config), tokenizer, _template_place(config))
+        return problems or _prompt_problems(config, tokenizer)
     if config.finetune.task == "classification":
         return check_classification(sft_options(config), tokenizer, config.finetune.class_names)
-    return []
+    return _prompt_problems(config, tokenizer)
+
+
+def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[list[int]], frozenset[int]]:
+    """The ids of each `--eval-prompt`, as this run teaches the model to be asked; and those that end an answer.
+    Raises UserError for a text that has none."""
+    texts, ends = config.finetune.eval_prompt or [], {tokenizer.eod}
+    reader = SftReader(sft_options(config), tokenizer, _template_place(config))
+    form = PAIR
+    if config.finetune.task == "sft" and texts:
+        form = form_of(next(iter(read_lines(reader.options.data[0], "--sft-data"))))
+    if form != PAIR:
+        ends.add(reader.chat.end_of_turn())
+    return [reader.prompt(text, form) for text in texts], frozenset(each for each in ends if each is not None)
+
+
+def _prompt_problems(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    try:
+        prompts, _ = evaluation_prompts(config, tokenizer)
+    except UserError as error:
+        return [f"--eval-prompt: {error}"]
+    length = config.data.seq_length
+    assert length is not None
+    return [
+        f"--eval-prompt {text!r} has {len(ids)} tokens: it needs some, and less than --seq-length {length}"
+        for text, ids in zip(config.finetune.eval_prompt or [], prompts, strict=True)
+        if not 0 < len(ids) < length
+    ]
 
 
 def evaluates_whole(config: RunConfig, samples: int) -> bool:
@@ -61,42 +95,74 @@ def evaluates_whole(config: RunConfig, samples: int) -> bool:
     return validation.full_validation or (has_short_samples(config) and validation.eval_iters * batch >= samples)
 
 
-def _once_each(summary: SplitSummary, config: RunConfig, drawn: int) -> SplitSummary:
-    """What a set gives to the run, counting that an evaluation may read it whole; `drawn`: if none did."""
-    size, batch = summary.samples_per_epoch, config.training.global_batch_size
+def _summed_up(summary: SplitSummary, config: RunConfig, sizes: tuple[int, int, int]) -> SplitSummary:
+    """What a fine-tuning set gives to a run that draws `sizes`, counting that an evaluation may read it whole."""
+    held, batch = summary.samples_per_epoch, config.training.global_batch_size
     assert batch is not None
-    if summary.split == "train" or not evaluates_whole(config, size):
-        return summary
-    times = drawn // (config.validation.eval_iters * batch)
-    return replace(summary, samples=times * size, epochs=float(times), whole=True)
+    drawn = sizes[SPLITS.index(summary.split)]
+    whole = summary.split != "train" and evaluates_whole(config, held)
+    if whole:
+        drawn = drawn // (config.validation.eval_iters * batch) * held
+    return replace(summary, samples=drawn, epochs=drawn / held, whole=whole)
 
 
-def build_task_datasets(
-    config: RunConfig, tokenizer: Tokenizer, sizes: tuple[int, int, int]
-) -> tuple[Datasets, tuple[str, ...] | None]:
-    """The sets of a run that draws `sizes` samples from train, valid and test; and the classes' names in order, None
-    where it doesn't classify. Raises UserError for data that can't be used."""
-    classes = None
-    if config.finetune.task == "sft":
-        datasets = build_sft_datasets(sft_options(config), tokenizer, _template_place(config), sizes)
-    elif config.finetune.task == "classification":
-        options, names = sft_options(config), config.finetune.class_names
-        datasets, classes = build_classification_datasets(options, tokenizer, sizes, names)
-    if config.finetune.task != "lm":
-        datasets.summaries = [_once_each(summary, config, sizes[1]) for summary in datasets.summaries]
-    else:
-        eod = require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
-        datasets = build_datasets(config, eod, tokenizer.vocab_size, sizes)
-    for split in ("train", "valid", "test"):
-        _require_counted(split, getattr(datasets, split))
-    return datasets, classes
-
-
-def _require_counted(split: str, dataset: SampleSource | None) -> None:
-    """Raise a UserError for a set without one token whose loss counts. Commonly the first sample answers."""
-    if dataset is None or any(dataset[index]["loss_mask"].any() for index in range(len(dataset))):
+def _settle_length(config: RunConfig, samples: int) -> None:
+    """Set the steps that `--train-epochs` takes: so many that each sample is read at least that often. The last step
+    is a whole global batch, filled up with samples of the next pass."""
+    epochs, training, rate = config.finetune.train_epochs, config.training, config.learning_rate
+    if epochs is None:
         return
-    raise UserError(
-        f"{split}: no token of its {len(dataset)} samples counts for the loss, so there is nothing to learn or to "
-        "measure: look at what is masked (--eod-mask-loss, messages that aren't trained)"
+    batches = BatchSchedule.from_config(config)
+    steps = batches.iterations_for(epochs * samples)
+    training.train_iters = steps + (batches.samples_after(steps) < epochs * samples)
+    rate.lr_decay_iters = rate.lr_decay_iters or training.train_iters
+    if rate.lr_warmup_iters >= rate.lr_decay_iters:
+        raise UserError(
+            f"--lr-warmup-iters {rate.lr_warmup_iters} must be below the {rate.lr_decay_iters} steps over which the "
+            f"learning rate decays (default: those of --train-epochs {epochs}, here {training.train_iters})"
+        )
+
+
+def _sizes(config: RunConfig) -> tuple[int, int, int]:
+    """Samples that a run draws from train, valid and test."""
+    batches = BatchSchedule.from_config(config)
+    iterations = batches.total_iterations(config)
+    assert config.training.global_batch_size is not None
+    return split_sizes(
+        config,
+        train_samples=batches.samples_after(iterations),
+        train_iters=iterations,
+        global_batch_size=config.training.global_batch_size,
     )
+
+
+def build_task_datasets(config: RunConfig, tokenizer: Tokenizer) -> tuple[Datasets, tuple[str, ...] | None]:
+    """The sets of a run; and the classes' names in order, None where it doesn't classify. Where `--train-epochs` says
+    how long the run is, its number of steps is set in `config`. Raises UserError for data that can't be used."""
+    if config.finetune.task == "lm":
+        eod = require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
+        return _counted(build_datasets(config, eod, tokenizer.vocab_size, _sizes(config))), None
+    options, classes = sft_options(config), None
+    wanted = (int(not config.validation.skip_train), config.validation.eval_iters, 0)
+    if config.finetune.task == "sft":
+        datasets = build_sft_datasets(options, tokenizer, _template_place(config), wanted)
+    else:
+        names = config.finetune.class_names
+        datasets, classes = build_classification_datasets(options, tokenizer, wanted, names)
+    if datasets.train is not None:
+        _settle_length(config, len(datasets.train))
+    sizes = _sizes(config)
+    datasets.summaries = [_summed_up(summary, config, sizes) for summary in datasets.summaries]
+    return _counted(datasets), classes
+
+
+def _counted(datasets: Datasets) -> Datasets:
+    """Raise a UserError for a set without one token whose loss counts. Commonly the first sample answers."""
+    for split in SPLITS:
+        dataset: SampleSource | None = getattr(datasets, split)
+        if dataset is not None and not any(dataset[index]["loss_mask"].any() for index in range(len(dataset))):
+            raise UserError(
+                f"{split}: no token of its {len(dataset)} samples counts for the loss, so there is nothing to learn or "
+                "to measure: look at what is masked (--eod-mask-loss, messages that aren't trained)"
+            )
+    return datasets

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from megalite.config.errors import FlagError
-from megalite.config.schema import RunConfig
+from megalite.config.resolve import virtual_stages
+from megalite.config.schema import LayoutConfig, RunConfig
 from megalite.config.schema_peft import PeftConfig
 from megalite.distributed.launch import Environment
 from megalite.distributed.pool import ProcessPool
+from megalite.estimate.memory import estimate_memory
+from megalite.estimate.model import count_parameters
 from megalite.training.prepare import prepare_config
 from megalite.verify.compare import Difference
-from megalite.verify.configs import for_matrix, for_proof, resolved, shrink
-from megalite.verify.layouts import variants
+from megalite.verify.configs import checked, for_proof
+from megalite.verify.layouts import Variant, variants
 from megalite.verify.proof import Prover
+from megalite.verify.replace import replace_absent_files, replaced_note, unused_note, use_made_data
+from megalite.verify.small import for_matrix, shards, shrink, small_layout
 
 _SHOWN = 12  # parameters listed
+_PROCESS_BYTES = 300_000_000  # of a process that has loaded torch
 
 
 @dataclass(frozen=True)
@@ -46,42 +54,55 @@ class Row:
         }
 
 
-def _described(config: RunConfig, processes: int) -> tuple[str, int]:
-    layout = config.layout
-    tp, pp, cp = (
-        layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.context_parallel_size
-    )  # fmt: skip
-    text = f"TP {tp}{' + SP' if layout.sequence_parallel else ''} x PP {pp} x DP {processes // (tp * pp * cp)}"
-    return text, processes
+@dataclass(frozen=True)
+class Size:
+    """How big a proof may be. `processes`: to start; None: what the layout needs, with two data-parallel ranks where
+    eight processes allow. `most_processes`: a proof with more is refused; None: by this machine's cores."""
+
+    processes: int | None = None
+    shrink: bool = False
+    keep_layout: bool = False
+    most_processes: int | None = None
+
+    def refuse_if_over(self, count: int, layout: str, hint: str) -> None:
+        """A FlagError for more processes than this machine should start."""
+        most = self.most_processes or max(16, 4 * _cores())
+        if count > most:
+            raise FlagError(
+                f"{layout} would start {count} processes; on this machine's {_cores()} cores at most {most} are "
+                f"started. {hint}; --most-processes {count} starts them all the same"
+            )
 
 
-def _world(config: RunConfig, processes: int | None) -> int:
-    """Processes of the layout: as given, else the smallest with two data-parallel ranks that eight allow."""
-    layout = config.layout
-    least = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
-    if processes is not None:
-        return processes
-    return 2 * least if 2 * least <= 8 else least
-
-
-def _checked(config: RunConfig, world: int) -> RunConfig:
-    """`config` resolved. A FlagError for what a worker would find wrong with files, in place of a run that fails."""
-    return prepare_config(resolved(config, world), Environment(0, world, 0, world)).config
-
-
-def prove_one(config: RunConfig, *, processes: int | None, shrunk: bool, steps: int, tolerance: float) -> list[Row]:
-    """Prove the given layout and print the verdict. `config`: filled, not resolved."""
-    world = _world(config, processes)
-    config = for_proof(config, steps)
+def prove_one(config: RunConfig, size: Size, *, steps: int, tolerance: float, notes: Sequence[str] = ()) -> list[Row]:
+    """Prove the given layout and print the verdict. `config`: filled, not resolved. `notes`: for the user, printed
+    after the number of processes."""
+    asked, config = config, for_proof(config, steps)
+    notes = [*notes, *unused_note(asked, config)]
     with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
-        if shrunk:
-            config = shrink(resolved(config, world), _described_dp(config, world), Path(folder))
-        trained = _trained(_checked(config, world).peft)
+        if size.shrink:
+            notes += replaced_note(config)
+            config, world = _shrunk(config, size, Path(folder))
+        else:
+            notes += replace_absent_files(config)
+            world = size.processes or _world(config.layout, least=1)
+        text = describe(config.layout, world)
+        size.refuse_if_over(world, text, "--shrink proves a small layout of the same kind")
+        run = checked(config, world)
+        _refuse_beyond_memory(run, world)
+        # What a worker would find wrong with files is told here, in place of a run that fails.
+        run = prepare_config(run, Environment(0, world, 0, world)).config
+        _announce(f"{world} processes will start on {_cores()} CPU cores: {text}{_from(asked, config)}", notes)
         with ProcessPool(world) as pool:
-            difference = Prover(pool, steps).prove(config, world)
-    text, _ = _described(config, world)
+            difference = Prover(pool, steps, progress=_progress).prove(config, world)
     row = Row(text, world, difference, difference.worst <= tolerance)
-    print(f"{text} against one process, {steps} steps in float64{trained}: largest relative differences")
+    _print_row(row, f"{steps} steps in float64{_trained(run.peft)}", tolerance)
+    return [row]
+
+
+def _print_row(row: Row, what: str, tolerance: float) -> None:
+    difference = row.difference
+    print(f"{row.layout} against one process, {what}: largest relative differences")
     print(f"  {'loss':60} {difference.loss:.3g}\n  {'gradient norm':60} {difference.norm:.3g}")
     for name, value in list(difference.parameters.items())[:_SHOWN]:
         print(f"  {'gradient of ' + name:60} {value:.3g}")
@@ -89,13 +110,84 @@ def prove_one(config: RunConfig, *, processes: int | None, shrunk: bool, steps: 
     if more > 0:
         print(f"  and {more} more gradients, none larger")
     print(_verdict(row, tolerance))
-    return [row]
 
 
-def _described_dp(config: RunConfig, world: int) -> int:
-    layout = config.layout
-    used = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
-    return world // used
+def _announce(line: str, notes: Sequence[str]) -> None:
+    print(line, flush=True)
+    for note in notes:
+        print(note, file=sys.stderr)
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
+
+
+def describe(layout: LayoutConfig, processes: int | None = None) -> str:
+    """`TP 2 + SP x PP 4 x VPP 2 x DP 1`; without `processes` no DP."""
+    tp, pp, chunks = (
+        layout.tensor_model_parallel_size,
+        layout.pipeline_model_parallel_size,
+        layout.num_virtual_stages_per_pipeline_rank or 1,
+    )
+    text = f"TP {tp}{' + SP' if layout.sequence_parallel else ''} x PP {pp}{f' x VPP {chunks}' if chunks > 1 else ''}"
+    return text if processes is None else f"{text} x DP {processes // _least(layout)}"
+
+
+def _from(asked: RunConfig, config: RunConfig) -> str:
+    """The layout that was asked for, where it was cut down."""
+    before, after = describe(_with_chunks(asked)), describe(config.layout)
+    return "" if before == after else f", cut down from {before} (--keep-layout keeps it)"
+
+
+def _with_chunks(config: RunConfig) -> LayoutConfig:
+    chunks = virtual_stages(config)
+    return replace(config.layout, num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None)
+
+
+def _least(layout: LayoutConfig) -> int:
+    """Processes of one copy of the model."""
+    return layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
+
+
+def _world(layout: LayoutConfig, *, least: int) -> int:
+    """Processes for at least `least` data-parallel ranks, and two where eight processes allow."""
+    copies = 2 if 2 * _least(layout) <= 8 else 1
+    return max(copies, least) * _least(layout)
+
+
+def _shrunk(config: RunConfig, size: Size, folder: Path) -> tuple[RunConfig, int]:
+    """A small run like `config`, and how many processes it takes."""
+    layout = _with_chunks(config) if size.keep_layout else small_layout(config)
+    world = size.processes or _world(layout, least=2 if shards(config) else 1)
+    copies = world // _least(layout)
+    if copies == 0 or world % _least(layout):
+        raise FlagError(f"--processes {world}: {describe(layout)} takes a multiple of {_least(layout)} processes")
+    if config.finetune.sft_data is None:
+        use_made_data(config, 1)
+    size.refuse_if_over(world, describe(layout, world), "Leave out --keep-layout")
+    given = checked(config, copies * _least(config.layout))
+    return shrink(given, copies, folder, None if size.keep_layout else layout), world
+
+
+def _refuse_beyond_memory(config: RunConfig, world: int) -> None:
+    """A FlagError for a network that this machine's memory can't hold: parameters, gradients and moments of all
+    processes, or of the one process."""
+    rows = config.model.model_vocab_size or config.tokenizer.vocab_size or 1  # no tokenizer has been read yet
+    count = count_parameters(config.model, rows).total
+    copies = world // _least(config.layout)
+    local = count * copies // world
+    held = world * estimate_memory(config, local, activations=0, ranks=copies).total
+    needed = max(held, 4 * 8 * count) + world * _PROCESS_BYTES
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise FlagError(
+            f"{world} processes would need about {needed / 1e9:,.0f} GB of memory for {count:,} parameters in float64; "
+            f"this machine has {there / 1e9:,.0f} GB. --shrink proves a small network of the same kind"
+        )
 
 
 def _trained(peft: PeftConfig) -> str:
@@ -111,22 +203,31 @@ def _verdict(row: Row, tolerance: float) -> str:
     return f"NOT EQUAL: {row.difference.worst:.3g} is over {tolerance:g}"
 
 
-def prove_matrix(config: RunConfig, *, processes: int, steps: int, tolerance: float) -> list[Row]:
-    """Prove every layout of up to `processes` processes of a small network of the given structure; print a table.
+def prove_matrix(
+    config: RunConfig, size: Size, *, steps: int, tolerance: float, notes: Sequence[str] = ()
+) -> list[Row]:
+    """Prove every layout of up to `size.processes` processes of a small network of the given structure; print a table.
     `config`: filled, not resolved."""
-    if processes < 1:
-        raise FlagError(f"--matrix {processes} must be at least 1")
+    assert size.processes is not None
     with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
-        return _prove_all(for_matrix(for_proof(config, steps), Path(folder)), processes, steps, tolerance)
+        proof = for_proof(config, steps)
+        notes = [*notes, *unused_note(config, proof), *replaced_note(config)]
+        small = for_matrix(proof, Path(folder))
+        chosen = list(variants(size.processes))
+        count = max(variant.processes for variant in chosen)
+        size.refuse_if_over(count, f"--matrix {size.processes}", "Give a smaller number")
+        _announce(
+            f"{count} processes will start on {_cores()} CPU cores: {len(chosen)} layouts of up to {count} processes "
+            f"against one, {steps} steps in float64{_trained(small.peft)}",
+            notes,
+        )
+        return _prove_all(small, chosen, count, steps, tolerance)
 
 
-def _prove_all(small: RunConfig, processes: int, steps: int, tolerance: float) -> list[Row]:
-    chosen = list(variants(processes))
+def _prove_all(small: RunConfig, chosen: list[Variant], processes: int, steps: int, tolerance: float) -> list[Row]:
     rows = []
-    what = f"{steps} steps in float64{_trained(small.peft)}"
-    print(f"{len(chosen)} layouts of up to {processes} processes against one, {what}")
     print(f"{'layout':44} {'loss':>9} {'norm':>9} {'gradients':>9}  verdict")
-    with ProcessPool(min(processes, 8)) as pool:
+    with ProcessPool(processes) as pool:
         prover = Prover(pool, steps)
         for variant in tqdm(chosen, unit="layout", disable=None, leave=False, file=sys.stderr):
             difference = prover.prove(variant.apply(small), variant.processes)

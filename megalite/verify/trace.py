@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from megalite.config.schema import RunConfig
 from megalite.distributed import random
@@ -53,9 +56,16 @@ def stir(run: Run) -> None:
     run.optimizer.parameters_loaded(with_state=False)
 
 
-def trace(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int) -> Trace | None:
+def _counted(steps: int, bar: bool) -> Iterable[int]:
+    if not bar:
+        return range(steps)
+    tqdm.set_lock(threading.RLock())  # its default is a semaphore, which a worker that is killed would leave behind
+    return tqdm(range(steps), unit="step", leave=False, disable=None)  # None: off where stderr is no terminal
+
+
+def trace(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int, *, bar: bool = False) -> Trace | None:
     """Run `steps` steps of the resolved configuration `values` (`RunConfig.to_dict`) on this rank. The first rank
-    returns the trace, the others None. Collective over the mesh."""
+    returns the trace, the others None. `bar`: the first rank shows one, on a terminal. Collective over the mesh."""
     size = mesh.world.size
     environment = Environment(mesh.rank, size, mesh.rank, size)
     with contextlib.redirect_stdout(io.StringIO()):  # a proof prints one line for many runs
@@ -67,7 +77,7 @@ def trace(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int) -> Trace | 
         gradients.update(gather_gradients(run.optimizer, mesh, loss_scale))
 
     run.trainer.on_first_gradients = keep
-    records = [run.trainer.step() for _ in range(steps)]
+    records = [run.trainer.step() for _ in _counted(steps, bar and mesh.is_first)]
     run.close()
     if not mesh.is_first:
         return None

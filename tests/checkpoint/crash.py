@@ -57,13 +57,16 @@ def save_for_ever(root: Path, first: int) -> None:
 
 
 def random_moments(root: Path, trials: int) -> None:
-    """SIGKILL at a random moment of an endless row of saves."""
+    """SIGKILL at a random moment of an endless row of saves, of which about two are done by then."""
     save(root, 1)
+    begin = time.monotonic()
+    save(root, 2)
+    seconds = time.monotonic() - begin
     chance = random.Random(1234)
     for _ in range(trials):
         last = check(root)
         child = fork(lambda last=last: save_for_ever(root, last + 1))  # type: ignore[misc]
-        time.sleep(chance.uniform(0.0, 0.2))
+        time.sleep(chance.uniform(0.0, 4 * seconds))
         os.kill(child, signal.SIGKILL)
         assert killed(child)
         assert check(root) >= last

@@ -346,3 +346,11 @@ def test_tensors_on_a_gpu_are_saved_and_filled(tmp_path: Path) -> None:
     loaded = [(key, tensor.cuda(), spec) for key, tensor, spec in logical.empty(Layout(), 0)]
     load_checkpoint(path, mesh=mesh, pieces=pieces_of(loaded))
     logical.assert_true([(key, tensor.cpu(), spec) for key, tensor, spec in loaded])
+
+
+def test_a_value_of_the_wrong_type_in_a_stored_configuration_is_named_with_its_file(saved: Path) -> None:
+    values = json.loads((saved / "config.json").read_text())
+    values["model"]["num_layers"] = "12"
+    (saved / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"config\.json .*model\.num_layers is '12', not a whole number"):
+        read_config(saved)

@@ -30,7 +30,13 @@ def shard(root: Path, iteration: int) -> Path:
 def test_a_run_folder_holds_what_megatron_users_expect(root: Path) -> None:
     assert names(root) == ["iter_0000010", "iter_0000020", "latest_checkpointed_iteration.txt"]
     assert (root / TRACKER).read_text() == "20"
-    assert names(root / "iter_0000020") == [".metadata", "__0_0.distcp", "config.json", "training_state.json"]
+    assert names(root / "iter_0000020") == [
+        ".metadata",
+        "__0_0.distcp",
+        "checksums.json",
+        "config.json",
+        "training_state.json",
+    ]
 
 
 def test_the_trackers_checkpoint_is_found(root: Path) -> None:
@@ -213,6 +219,6 @@ def test_a_checkpoint_that_cannot_be_deleted_is_only_a_warning(root: Path, monke
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(storage, "_delete", refuse)
+    monkeypatch.setattr(storage, "remove_whole", refuse)
     with pytest.warns(UserWarning, match="iter_0000010 could not be deleted: Permission denied"):
         storage.retire(root, 20, 10, Retention(keep_last=1))

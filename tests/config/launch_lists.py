@@ -1,4 +1,4 @@
-"""Argument lists that tests start from (`.split()` them): a small run, and two launch scripts of Megatron-LM as bash
+"""Argument lists that tests start from (`.split()` them): a small run, and three launch scripts of Megatron-LM as bash
 passes them on.
 
 The scripts keep their flags in arrays and expand them unquoted, so a value with blanks arrives as several words and
@@ -49,3 +49,31 @@ LLAMA3_8B = """
 """
 LLAMA3_8B_FP8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather"
 LLAMA3_8B_SHARDING = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+# examples/mixtral/train_mixtral_8x7b_distributed.sh
+MIXTRAL_8X7B = """
+--use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32
+--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01 --attention-dropout 0.0
+--hidden-dropout 0.0 --normalization RMSNorm --position-embedding-type rope --swiglu
+--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 8 --no-masked-softmax-fusion
+--no-position-embedding --rotary-base 1000000
+--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+--moe-grouped-gemm --moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce
+--tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model --data-path corpus_text_document --split 99990,8,2
+--micro-batch-size 1 --global-batch-size 256 --lr 1e-4 --train-iters 500000 --lr-decay-iters 320000
+--lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 0.1 --lr-warmup-iters 500 --clip-grad 1.0 --bf16
+--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8
+--use-distributed-optimizer --sequence-parallel
+--log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --save checkpoints --load checkpoints
+--tensorboard-dir checkpoints/tensorboard --no-load-optim --no-load-rng
+"""
+
+
+def without_what_is_not_built(flags: str, line: str) -> str:
+    """`flags` without those that the last line of a refusal says to take out."""
+    words = " ".join(flags.split())
+    for flag in line.partition("take out: ")[2].split(" --"):
+        shown = flag if flag.startswith("--") else f"--{flag}"
+        assert f"{shown} " in f"{words} ", shown
+        words = words.replace(shown, "", 1)
+    return words

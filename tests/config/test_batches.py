@@ -62,6 +62,14 @@ def test_a_schedule_may_be_one_word_and_in_any_order() -> None:
         (["0:4", "5:8"], "two steps are less than a sequence apart"),
         (["0:4", "1X:8"], "1X is not a number"),
         (["0:"], "is not a number"),
+        (["0:4", "1K:16.9"], "16.9 is not a whole number"),
+        (["0:4", "0.0005K:8"], "0.0005K is not a whole number"),
+        (["0:4", "inf:8"], "inf is not a finite number"),
+        (["0:4", "1K:nan"], "nan is not a finite number"),
+        (["0:4", "1e400:8"], "1e400 is too large"),
+        (["0:4", "9000000000T:8"], "9000000000T is too large"),
+        (["0:4", "-1K:8"], "TOKENS must not be negative"),
+        (["0:4", "1K:0"], "SIZE must be at least 1"),
     ],
 )
 def test_a_bad_schedule_says_what_is_wrong(entries: list[str], message: str) -> None:

@@ -151,3 +151,23 @@ def test_what_contradicts_a_classifier_is_refused(words: str, message: str) -> N
     with pytest.raises(FlagError) as raised:
         read(words, ("no", "yes"))
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--train-epochs 1 --train-samples 5", "--train-epochs and --train-samples exclude each other"),
+        ("--train-epochs 1", "--train-epochs and --train-iters exclude each other"),
+        ("--train-epochs 0", "--train-epochs 0: must be"),
+        ("--eval-prompt x", "--eval-prompt needs a validation set"),
+        ("--sft-valid-data b --eval-prompt x --eval-iters 0", "--eval-prompt needs evaluations"),
+        ("--sft-valid-data b --save-best-adapter c", "--save-best-adapter c needs --peft lora, prefix or prompt"),
+        (
+            "--sft-valid-data b --peft lora --save-adapter c --save-best-adapter c",
+            "is the folder of --save-adapter: give it one of its own",
+        ),
+        ("--task classification --sft-valid-data b --eval-prompt x", "--eval-prompt x needs --task sft or lm"),
+    ],
+)
+def test_what_a_run_does_at_validations_and_its_length_are_checked(words: str, message: str) -> None:
+    assert any(message in problem for problem in check(given(f"--sft-data a {words}"), 1))

@@ -39,7 +39,7 @@ def test_sound_flags_have_no_problems() -> None:
 
 def test_an_unknown_target_gets_the_list_of_valid_names() -> None:
     (problem,) = _problems(peft="lora", lora_target_modules=["q_proj,foo"])
-    assert "foo is no linear layer" in problem
+    assert "foo is not the name of a linear layer" in problem
     assert "q_proj, k_proj, v_proj, o_proj, c_attn, c_proj, c_fc" in problem
     assert "all-linear" in problem
     (problem,) = _problems(peft="lora", lora_target_modules=["c_attn"], model={"swiglu": True})

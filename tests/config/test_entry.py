@@ -12,8 +12,17 @@ import pytest
 
 from megalite.config.entry import Loaders, read_config
 from megalite.config.errors import FlagError
+from megalite.config.fields import finetuning_sections
 from megalite.config.schema import CheckpointConfig, RunConfig
-from tests.config.launch_lists import GPT3_175B, LLAMA3_8B, LLAMA3_8B_FP8, LLAMA3_8B_SHARDING, SMALL
+from tests.config.launch_lists import (
+    GPT3_175B,
+    LLAMA3_8B,
+    LLAMA3_8B_FP8,
+    LLAMA3_8B_SHARDING,
+    MIXTRAL_8X7B,
+    SMALL,
+    without_what_is_not_built,
+)
 
 # Everything but the network.
 RUN = """
@@ -143,7 +152,8 @@ def test_megatrons_gpt3_175b_list_is_taken_as_it_stands() -> None:
 
 
 def test_megatrons_llama3_8b_list_lacks_only_what_is_not_built() -> None:
-    lines = refused(f"{LLAMA3_8B} {LLAMA3_8B_FP8} {LLAMA3_8B_SHARDING}", 8)
+    *lines, last = refused(f"{LLAMA3_8B} {LLAMA3_8B_FP8} {LLAMA3_8B_SHARDING}", 8)
+    assert last == f"to run without all of these, take out: {LLAMA3_8B_FP8}"
     assert all(line.endswith(" is not built yet") for line in lines)
     assert [line.split()[0].rstrip(":") for line in lines] == [
         "--fp8-format",
@@ -151,6 +161,34 @@ def test_megatrons_llama3_8b_list_lacks_only_what_is_not_built() -> None:
         "--fp8-amax-compute-algo",
         "--fp8-param-gather",
     ]
+
+
+def test_megatrons_mixtral_list_is_told_all_that_is_not_built_at_once_and_then_taken() -> None:
+    *lines, last = refused(MIXTRAL_8X7B, 8)
+    assert [line.split(" is not built yet")[0].split(":")[0] for line in lines] == [
+        "--num-experts 8",
+        "--expert-model-parallel-size 8",
+    ]
+    assert last == "to run without all of these, take out: --num-experts 8 --expert-model-parallel-size 8"
+    config, notes = read(without_what_is_not_built(MIXTRAL_8X7B, last), 8)
+    assert config.layout.pipeline_model_parallel_size == 4
+    assert config.tokenizer.tokenizer_type == "SentencePieceTokenizer"
+    assert {note.split()[0] for note in notes} >= {"--moe-router-topk", "--moe-grouped-gemm", "--sequence-parallel"}
+
+
+@pytest.mark.parametrize("program", ["pretrain_gpt.py", "finetune.py"])
+@pytest.mark.parametrize("words", ["", "--preset llama-tiny", "--lr 1e-3 --seq-length 8"])
+def test_a_command_with_few_flags_is_told_one_thing_a_command_that_works(program: str, words: str) -> None:
+    sections = finetuning_sections() if program == "finetune.py" else None
+    with pytest.raises(FlagError, match="too few flags for a run") as caught:
+        read_config(words.split(), program, "d", 1, sections=sections)
+    _, example, _ = str(caught.value).splitlines()
+    python, name, *flags = example.split()
+    assert (python, name) == ("python", program)
+    if flags[0] == "--load-hf":  # network and tokenizer, as its folder would give
+        flags[:2] = ["--preset", "llama-125m", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    config, _ = read_config(flags, program, "d", 1, sections=sections)
+    assert config.model.num_layers
 
 
 def test_megatrons_llama3_8b_list_runs_shrunk_to_one_rank_without_fp8() -> None:

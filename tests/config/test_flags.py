@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from megalite.config.check_positions import yarn_turns
+from megalite.config.entry import read_config
 from megalite.config.errors import FlagError
 from megalite.config.fields import FINETUNING, all_fields, get, section_names
 from megalite.config.flags import (
@@ -21,11 +23,16 @@ from megalite.config.flags import (
     read_run,
     read_section,
 )
-from megalite.config.schema import RunConfig, TokenizerConfig
+from megalite.config.presets import preset_fields
+from megalite.config.schema import ModelConfig, RunConfig, TokenizerConfig
+from megalite.config.smallest import SMALLEST
 
 
 def parse(*argv: str) -> tuple[RunConfig, set[str], list[str]]:
     return parse_flags(argv, "pretrain_gpt.py", "Pretrain.")
+
+
+PARSER = build_parser("p", "d", section_names())  # it keeps nothing between two calls
 
 
 def help_of(parser: argparse.ArgumentParser) -> dict[str, str]:
@@ -70,8 +77,34 @@ def test_whole_numbers_take_the_forms_that_megatron_has_floats_for() -> None:
     assert parse("--train-samples", "1e6")[0].training.train_samples == 1_000_000
     with pytest.raises(FlagError, match="--train-iters: 1.5 is not a whole number"):
         parse("--train-iters", "1.5")
-    with pytest.raises(FlagError, match="--num-layers: inf is not a whole number"):
+    with pytest.raises(FlagError, match="--num-layers: inf is not a finite number"):
         parse("--num-layers", "inf")
+
+
+def test_a_whole_number_is_never_rounded() -> None:
+    assert parse("--train-samples", "9007199254740993.0")[0].training.train_samples == 2**53 + 1
+    assert parse("--train-samples", "1e18")[0].training.train_samples == 10**18
+    for text in ("1e30", "1e999999999", "9" * 5000):
+        with pytest.raises(FlagError, match="is too large: at most 9223372036854775807"):
+            parse("--train-samples", text)
+    with pytest.raises(FlagError, match="is not a whole number"):
+        parse("--train-samples", "1e-999999999")
+
+
+def test_help_names_the_default_of_every_field_that_gets_one_later() -> None:
+    config, _ = read_config(SMALLEST["pretrain_gpt.py"].split()[2:], "pretrain_gpt.py", "d", 1)
+    filled = [field for field in all_fields().values() if field.default is None and get(config, field.path) is not None]
+    explicit, helps = parse(*SMALLEST["pretrain_gpt.py"].split()[2:])[1], help_of(PARSER)
+    for field in filled:
+        network = field.section == "model" and field.name in preset_fields("llama-tiny")
+        if field.path not in explicit and not network:
+            assert "(default: none)" not in helps[field.option], field.path
+
+
+def test_helps_default_of_yarns_bounds_is_what_runs() -> None:
+    helps = help_of(build_parser("p", "d"))
+    for option, value in zip(("--yarn-beta-fast", "--yarn-beta-slow"), yarn_turns(ModelConfig()), strict=True):
+        assert helps[option].endswith(f"default {value:g}")
 
 
 def test_lists_take_several_words() -> None:

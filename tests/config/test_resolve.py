@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 
 import pytest
 
@@ -65,10 +66,13 @@ MAY_BE_NONE = {
     "finetune.sft_valid_data",
     "finetune.chat_template",
     "finetune.class_names",
+    "finetune.eval_prompt",
+    "finetune.train_epochs",
     "peft.lora_target_modules",
     "peft.prefix_hidden_size",
     "peft.prompt_init_text",
     "peft.save_adapter",
+    "peft.save_best_adapter",
     "peft.load_adapter",
     "tokenizer.tokenizer_model",
     "tokenizer.tiktoken_pattern",
@@ -128,6 +132,29 @@ def test_resolving_twice_changes_nothing_and_stays_free_of_problems() -> None:
 def test_a_configuration_survives_json() -> None:
     for config in (RunConfig(), given(), resolve(given(base=GPT3_175B), 1024), resolve(given(base=LLAMA3_8B), 8)):
         assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "wanted"),
+    [
+        ("model", "num_layers", "12", "a whole number"),
+        ("model", "num_layers", 12.0, "a whole number"),
+        ("model", "num_layers", True, "a whole number"),
+        ("model", "swiglu", 1, "true or false"),
+        ("model", "swiglu", None, "true or false"),
+        ("learning_rate", "lr", "1e-3", "a number"),
+        ("data", "data_path", "text", "a list, each item a text"),
+        ("data", "data_path", [1], "a list, each item a text"),
+        ("data", "split", 969, "a text"),
+    ],
+)
+def test_a_stored_value_of_another_type_is_refused_by_the_name_of_its_field(
+    section: str, name: str, value: object, wanted: str
+) -> None:
+    values = given().to_dict()
+    values[section][name] = value
+    with pytest.raises(ValueError, match=re.escape(f"{section}.{name} is {value!r}, not {wanted}")):
+        RunConfig.from_dict(values)
 
 
 def test_the_mlp_is_four_times_as_wide_or_with_swiglu_two_thirds_of_that_in_64s() -> None:
@@ -279,7 +306,7 @@ def test_a_resolved_split_is_read_back_exactly() -> None:
         assert parse_split(str(resolve(config, 1).data.split)) == weights
 
 
-@pytest.mark.parametrize("text", ["1,2,3,4", "a,b", "", "0,0,0", "-1,2,3", "nan,1,1", "inf,1,1"])
+@pytest.mark.parametrize("text", ["1,2,3,4", "a,b", "", "0,0,0", "-1,2,3", "nan,1,1", "inf,1,1", "1,,1", "9,1,"])
 def test_a_bad_split_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="969,30,1"):
         parse_split(text)

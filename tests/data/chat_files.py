@@ -37,12 +37,58 @@ PLAIN_TEMPLATE = (  # no end of turn
     "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-# Reasoning is written for the last answer alone.
-FORGETFUL_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role + '\n' }}"
-    "{% if message.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ message.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+# As Qwen3's: reasoning is dropped from answers before the last question, kept and closed after it; tools are listed in
+# the system's turn, and calls and their results have marks of their own.
+REASONING_TEMPLATE = """
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
+    {{- '<tools>' }}
+    {%- for tool in tools %}{{- '\n' + tool | tojson }}{%- endfor %}
+    {{- '\n</tools><|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- set ns = namespace(last_query=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{%- set ns.last_query = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set content = message.content or '' %}
+        {%- set reasoning = message.reasoning_content or '' %}
+        {%- if not reasoning and '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > ns.last_query and (loop.last or reasoning) %}
+            {{- '<think>\n' + reasoning + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {%- set call = call.function or call %}
+            {{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
+            {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+# As GLM-4's: a turn ends where the next one's mark begins, and a call is a turn of a name and its arguments.
+UNCLOSED_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' }}"
+    "{% if message.tool_calls %}{% for call in message.tool_calls %}"
+    "{{ call.name + '\n' + (call.arguments | tojson) }}{% endfor %}"
+    "{% else %}{{ '\n' + message.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -16,10 +16,11 @@ from tests.data.chat_files import (
     BRACKET_TEMPLATE,
     CHATML_TEMPLATE,
     CONVERSATION,
-    FORGETFUL_TEMPLATE,
     GENERATION_TEMPLATE,
     PLAIN_TEMPLATE,
+    REASONING_TEMPLATE,
     SYSTEM,
+    UNCLOSED_TEMPLATE,
     chat_tokenizer,
 )
 from tests.data.corpora import sentencepiece_model
@@ -30,6 +31,7 @@ TEMPLATES = {
     "generation": GENERATION_TEMPLATE,
     "plain": PLAIN_TEMPLATE,
 }
+MORE_TEMPLATES = {"reasoning": REASONING_TEMPLATE, "unclosed": UNCLOSED_TEMPLATE}
 
 
 def chat_of(folder: Path, choice: str | None = None) -> Chat:
@@ -61,32 +63,33 @@ def test_text_and_prompt_ids_equal_transformers(tmp_path: Path, kind: str, turns
         assert chat.prompt(messages) == ids
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("kind", [*TEMPLATES, "reasoning", "unclosed"])
 def test_what_comes_before_an_answer_is_the_prompt_that_generation_sees(tmp_path: Path, kind: str) -> None:
-    chat = chat_of(chat_tokenizer(tmp_path, TEMPLATES[kind]))
+    chat = chat_of(chat_tokenizer(tmp_path, (TEMPLATES | MORE_TEMPLATES)[kind]))
     messages = conversation(kind)
-    pieces = chat.encoder.encode(chat.template.segments(messages))
-    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    assert sum(piece.counted for piece in pieces) == len(answers) == 2
-    before: list[int] = []
-    remaining = iter(answers)
-    for piece in pieces:
-        if piece.counted:
-            assert before == chat.prompt(messages[: next(remaining)])
-        before += piece.ids
+    remaining = iter([n for n, message in enumerate(messages) if message["role"] == "assistant"])
+    for sample in chat.template.samples(messages):
+        before: list[int] = []
+        for piece in chat.encoder.encode(sample):
+            if piece.counted:
+                assert before == chat.prompt(messages[: next(remaining)])
+            before += piece.ids
+    assert not list(remaining)
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_every_answer_counts_with_its_end_of_turn_and_nothing_else(tmp_path: Path, kind: str) -> None:
     chat = chat_of(chat_tokenizer(tmp_path, TEMPLATES[kind]))
-    counted = [segment.text for segment in chat.template.segments(conversation(kind)) if segment.counted]
+    samples = chat.template.samples(conversation(kind))
+    counted = [segment.text for sample in samples for segment in sample if segment.counted]
     answers = [message["content"] for message in CONVERSATION if message["role"] == "assistant"]
-    ends = {"plain": ["\n", EOD_SIGN]}.get(kind, ["<|im_end|>", "<|im_end|>"])
+    end = EOD_SIGN if kind == "plain" else "<|im_end|>"
     blank = " " if kind == "brackets" else ""
-    assert counted == [blank + answer + end for answer, end in zip(answers, ends, strict=True)]
+    assert counted == [blank + answer + end for answer in answers]
     eod = chat.encoder.tokenizer.eod
-    assert chat.encoder.encode(chat.template.segments(conversation(kind)))[-1].ids[-1] == eod
+    assert all(chat.encoder.encode(sample)[-1].ids[-1] == eod for sample in samples)
     assert chat.end_of_turn() == eod
+    assert len(samples) == (2 if kind == "plain" else 1)
 
 
 def test_generation_marks_equal_transformers_assistant_mask(tmp_path: Path) -> None:
@@ -109,19 +112,85 @@ def test_what_follows_the_last_answer_is_left_out(tmp_path: Path) -> None:
     assert chat.template.segments(more) == chat.template.segments(CONVERSATION)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_and_one_answer_is_not(tmp_path: Path) -> None:
-    chat = chat_of(chat_tokenizer(tmp_path, FORGETFUL_TEMPLATE))
-    one = chat.template.segments(CONVERSATION[:3])
-    assert one[-1] == ("<think>\n\n</think>\n\n4, of course.\n\nIsn't it?<|im_end|>", True)
-    with pytest.raises(UnstableTemplateError, match="prefix-stable.*messages follow message 3.*--chat-template chatml"):
-        chat.template.segments(CONVERSATION)
-    text = chat.template.render(CONVERSATION[:4], add_generation_prompt=True)
-    assert chat.prompt(CONVERSATION[:4]) == chat.encoder.ids(text)
+def thinking(reasoning: str, content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": f"<think>\n{reasoning}\n</think>\n\n{content}"}
+
+
+def test_an_answer_is_trained_as_the_template_writes_it_at_its_own_turn(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path, REASONING_TEMPLATE)
+    chat, theirs = chat_of(folder), transformers_tokenizer(folder)
+    messages = [SYSTEM, CONVERSATION[1], thinking("2 + 2 is 4", "4."), CONVERSATION[3], thinking("why", "Yes.")]
+    samples = chat.template.samples(messages)
+    assert [[segment.text for segment in sample if segment.counted] for sample in samples] == [
+        ["<think>\n2 + 2 is 4\n</think>\n\n4.<|im_end|>"],
+        ["<think>\nwhy\n</think>\n\nYes.<|im_end|>"],
+    ]
+    for sample, turns in zip(samples, (3, 5), strict=True):
+        text = theirs.apply_chat_template(messages[:turns], tokenize=False)
+        assert "".join(segment.text for segment in sample) == text.rstrip()
+    assert "2 + 2 is 4" not in "".join(segment.text for segment in samples[1])
+
+
+def test_answers_that_the_template_keeps_as_they_are_share_a_sample(tmp_path: Path) -> None:
+    chat = chat_of(chat_tokenizer(tmp_path, REASONING_TEMPLATE))
+    call = thinking("look it up", "") | {"tool_calls": [{"name": "f", "arguments": {"x": 1}}]}
+    tail = [CONVERSATION[3], call, {"role": "tool", "content": "7"}, thinking("so 7", "It's 7.")]
+    messages = [CONVERSATION[1], thinking("2 + 2 is 4", "4."), *tail]
+    samples = chat.template.samples(messages, tools=[{"name": "f"}])
+    assert [sum(segment.counted for segment in sample) for sample in samples] == [1, 2]
+    assert chat.template.render(messages, tools=[{"name": "f"}]).startswith("".join(each.text for each in samples[1]))
+
+
+def test_answers_that_are_not_trained_are_context(tmp_path: Path) -> None:
+    for kind, template in (TEMPLATES | MORE_TEMPLATES).items():
+        template_of = chat_of(chat_tokenizer(tmp_path / kind, template)).template
+        messages, first = conversation(kind), 1 if kind == "brackets" else 2
+        whole, chosen = template_of.samples(messages), template_of.samples(messages, trained=[first])
+        texts = [[each.text for sample in found for each in sample if each.counted] for found in (whole, chosen)]
+        assert len(texts[0]) == 2
+        assert texts[1] == texts[0][:1]
+        with pytest.raises(UserError, match="no assistant turn is trained"):
+            template_of.samples(messages, trained=[])
+
+
+def test_every_answer_of_a_template_without_end_of_turn_learns_a_stop(tmp_path: Path) -> None:
+    chat = chat_of(chat_tokenizer(tmp_path, UNCLOSED_TEMPLATE))
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": "1"}}]}
+    messages: list[dict[str, Any]] = [CONVERSATION[1], calls, {"role": "tool", "content": "7"}, *CONVERSATION[2:]]
+    answers = [segment.text for sample in chat.template.samples(messages) for segment in sample if segment.counted]
+    assert answers == [
+        'f\n{"x": "1"}' + EOD_SIGN,
+        "\n4, of course.\n\nIsn't it?" + EOD_SIGN,
+        "\n👍🏽 def add(a: int, b: int)" + EOD_SIGN,
+    ]
+    for sample, turns in zip(chat.template.samples(messages), (2, 4, 6), strict=True):
+        assert "".join(segment.text for segment in sample) == chat.template.render(messages[:turns]) + EOD_SIGN
+
+
+def test_arguments_given_as_a_string_are_written_as_the_object_that_they_are(tmp_path: Path) -> None:
+    for template in (REASONING_TEMPLATE, UNCLOSED_TEMPLATE):
+        chat = chat_of(chat_tokenizer(tmp_path, template))
+        as_object, as_string = (
+            [
+                CONVERSATION[1],
+                {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": arguments}]},
+            ]
+            for arguments in ({"x": "é", "y": [1]}, '{"x": "é", "y": [1]}')
+        )
+        assert chat.template.samples(as_string) == chat.template.samples(as_object)
+        assert '{"x": "é", "y": [1]}' in chat.template.render(as_string)
+    openai = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    chat = chat_of(chat_tokenizer(tmp_path, REASONING_TEMPLATE))
+    assert '"arguments": {"x": 1}}' in chat.template.render([{"role": "assistant", "tool_calls": [openai]}])
+    for broken in ("{", "[1]"):
+        calls = [{"name": "f", "arguments": broken}]
+        with pytest.raises(UserError, match="arguments of a tool call must be an object"):
+            chat.template.render([{"role": "assistant", "content": "", "tool_calls": calls}])
 
 
 def test_a_prompt_that_the_answer_does_not_continue_is_refused(tmp_path: Path) -> None:
     template = CHATML_TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
-    with pytest.raises(UnstableTemplateError, match="message 3 is there"):
+    with pytest.raises(UnstableTemplateError, match="write message 3 as the continuation of its own prompt"):
         chat_of(chat_tokenizer(tmp_path, template)).template.segments(CONVERSATION)
 
 

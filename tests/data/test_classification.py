@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from megalite.config.errors import UserError
 from megalite.data.classification import (
@@ -19,8 +20,8 @@ from megalite.data.classification import (
 from megalite.data.loader import microbatch_iterator
 from megalite.data.packing import trim
 from megalite.data.sft import SftOptions
-from megalite.data.tokenizers import NullTokenizer
-from tests.data.chat_files import write_lines
+from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer
+from tests.data.chat_files import chat_tokenizer, write_lines
 
 NULL = NullTokenizer(99)
 LINES: list[dict[str, Any]] = [
@@ -120,3 +121,24 @@ def test_one_class_or_none_is_told(tmp_path: Path) -> None:
         read(tmp_path, LINES[:1])
     with pytest.raises(UserError, match="it has no samples"):
         read(tmp_path, [])
+
+
+def test_a_cut_text_keeps_the_tokens_that_transformers_keeps(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    file = chat_tokenizer(tmp_path) / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    special = [(name, backend.token_to_id(name)) for name in ("<|begin|>", "<|im_end|>")]
+    template = tokenizers.processors.TemplateProcessing(single="<|begin|> $A <|im_end|>", special_tokens=special)
+    backend.post_processor = template
+    backend.save(str(file))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    lines = [{"text": "The quick brown fox " * count, "label": count} for count in (1, 2, 9)]
+    data = write_lines(tmp_path / "a.jsonl", lines)
+    mine = HuggingFaceTokenizer(str(tmp_path))
+    texts = read_labelled_texts([data], "--data", mine, seq_length=12)
+    begins = texts.sequences.begins
+    found = [texts.sequences.tokens[begins[n] : begins[n + 1]].tolist() for n in range(3)]
+    assert found == [theirs(line["text"], truncation=True, max_length=12)["input_ids"] for line in lines]
+    assert texts.truncated >= 1
+    with pytest.raises(UserError, match="--seq-length 2 leaves no room for a text"):
+        read_labelled_texts([data], "--data", mine, seq_length=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megalite.data.document_mask import SampleFormat, document_ids, eod_loss_mask, restarted_positions
+from megalite.data.document_mask import SampleFormat, document_begins, document_ids, restarted_positions
 
 EOD = 99
 
@@ -35,16 +35,30 @@ def test_without_the_options_a_sample_is_one_document() -> None:
 
 
 def test_eods_in_a_row_at_the_start_and_at_the_end() -> None:
-    tokens = np.array([EOD, EOD, 1, 2, EOD])
-    assert restarted_positions(tokens, EOD).tolist() == [0, 0, 0, 1, 2]
-    assert document_ids(tokens, EOD).tolist() == [0, 1, 2, 2, 2]
-    assert eod_loss_mask(tokens, EOD).tolist() == [False, False, True, True, False]
+    begins = document_begins(np.array([EOD, EOD, 1, 2, EOD]), EOD)
+    assert begins.tolist() == [False, True, True, False, False]
+    assert restarted_positions(begins).tolist() == [0, 0, 0, 1, 2]
+    assert document_ids(begins).tolist() == [0, 1, 2, 2, 2]
+
+
+def test_documents_without_eod_are_told_apart_by_the_index_as_if_each_ended_with_one() -> None:
+    text, first = np.array([10, 11, 12, 20, 21, 30]), np.array([True, False, False, True, False, True])
+    item = SampleFormat(EOD, True, True, True).item(text, first)
+    assert item["position_ids"].tolist() == [0, 1, 2, 0, 1]
+    assert item["document_ids"].tolist() == [0, 0, 0, 1, 1]
+    assert item["loss_mask"].tolist() == [True, True, False, True, False]
+    with_eod = np.array([10, 11, EOD, 20, EOD, 30])
+    marked, plain = (SampleFormat(EOD, True, True, True).item(with_eod, each) for each in (first, None))
+    for name in ("position_ids", "document_ids", "loss_mask"):
+        assert marked[name].tolist() == plain[name].tolist() == item[name].tolist()
 
 
 def test_batches_are_masked_row_by_row() -> None:
     tokens = np.random.default_rng(0).integers(EOD - 3, EOD + 1, (5, 40))
-    for function in (restarted_positions, document_ids, eod_loss_mask):
-        np.testing.assert_array_equal(function(tokens, EOD), np.stack([function(row, EOD) for row in tokens]))
+    begins = document_begins(tokens, EOD)
+    np.testing.assert_array_equal(begins, np.stack([document_begins(row, EOD) for row in tokens]))
+    for function in (restarted_positions, document_ids):
+        np.testing.assert_array_equal(function(begins), np.stack([function(row) for row in begins]))
 
 
 def test_masks_equal_megatron_cores() -> None:
@@ -56,8 +70,9 @@ def test_masks_equal_megatron_cores() -> None:
         attention, loss, positions = theirs._get_ltor_masks_and_position_ids(
             torch.from_numpy(tokens), EOD, True, True, True, True
         )
-        assert restarted_positions(tokens, EOD).tolist() == positions.tolist()
-        assert eod_loss_mask(tokens, EOD).tolist() == loss.bool().tolist()
-        ids = document_ids(tokens, EOD)
+        item = SampleFormat(EOD, True, True, True).item(np.append(tokens, 0))
+        assert item["position_ids"].tolist() == positions.tolist()
+        assert item["loss_mask"].tolist() == loss.bool().tolist()
+        ids = item["document_ids"]
         visible = (ids[:, None] == ids[None, :]) & np.tri(30, dtype=bool)
         np.testing.assert_array_equal(visible, ~attention[0].numpy())

@@ -277,3 +277,20 @@ def test_mock_data_needs_no_files() -> None:
     assert sets.train is not None
     assert sets.train[0]["tokens"].shape == (SEQ_LENGTH,)
     assert build(run_config(mock_data=True), (5, 0, 0)).valid is None
+
+
+def test_documents_without_eod_are_separate_where_the_index_ends_them(tmp_path: Path) -> None:
+    lengths = [3, 9, 1, 14, 6]
+    documents = [np.full(length, 10 + n) for n, length in enumerate(lengths)]  # each of one id, and no EOD
+    prefix = write_tokens(tmp_path / "a", documents)
+    config = run_config(
+        prefix, seq_length=16, split="1,0,0", reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
+    )
+    train = build_datasets(config, EOD, VOCABULARY, (6, 0, 0)).train
+    assert train is not None
+    for index in range(6):
+        item = train[index]
+        changes = np.flatnonzero(np.diff(item["tokens"])) + 1
+        assert np.flatnonzero(np.diff(item["document_ids"])).tolist() == (changes - 1).tolist()
+        assert np.flatnonzero(item["position_ids"][1:] == 0).tolist() == (changes - 1).tolist()
+        np.testing.assert_array_equal(item["loss_mask"], item["tokens"] == item["labels"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import struct
 import warnings
@@ -110,7 +112,8 @@ def test_pointers_of_large_files_do_not_overflow() -> None:
 def test_the_index_appears_last_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(str(tmp_path / "a")) as builder:
         builder.add_document([1, 2, 3])
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin.tmp"]
+        assert not (tmp_path / "a.bin").exists()
+        assert not (tmp_path / "a.idx").exists()
         builder.finalize()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
     before = (tmp_path / "a.bin").read_bytes(), (tmp_path / "a.idx").read_bytes()
@@ -215,3 +218,33 @@ def test_a_dataset_without_documents_or_tokens_is_readable(tmp_path: Path) -> No
 
 def test_the_header_is_34_bytes() -> None:
     assert HEADER.size == 34
+
+
+def test_a_second_builder_of_one_prefix_is_told_and_the_first_s_files_are_whole(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "a")
+    with IndexedDatasetBuilder(prefix, np.uint16) as first:
+        first.add_document([1, 2, 3])
+        with pytest.raises(UserError, match=f"{prefix} is written by another run \\(process {os.getpid()} on"):
+            IndexedDatasetBuilder(prefix, np.uint16)
+        first.add_document([4])
+    assert [row.tolist() for row in (IndexedDataset(prefix)[n] for n in range(2))] == [[1, 2, 3], [4]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+def test_what_a_killed_builder_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    killed = IndexedDatasetBuilder(str(tmp_path / "a"))
+    killed.add_document([1])
+    owner = tmp_path / "a.owner"
+    owner.write_text(json.dumps(json.loads(owner.read_text()) | {"start": "before"}))
+    write_tokens(tmp_path / "a", [[2]])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+def test_a_length_that_was_changed_is_found_on_opening(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", [[1, 2, 3], [4, 5], [6]])
+    path = Path(prefix + ".idx")
+    good = path.read_bytes()
+    for byte in range(HEADER.size, HEADER.size + 12):  # 3 lengths of 4 bytes
+        path.write_bytes(good[:byte] + bytes([good[byte] ^ 1]) + good[byte + 1 :])
+        with pytest.raises(UserError, match=r"a\.(idx is damaged|bin is (truncated|of another run))"):
+            IndexedDataset(prefix)

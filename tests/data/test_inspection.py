@@ -49,3 +49,26 @@ def test_no_documents_and_wrong_tokenizers_are_said(tmp_path: Path) -> None:
         list(describe(prefix, NullTokenizer(10), 1, 1))
     with pytest.raises(FlagError, match="--tokens 0"):
         list(describe(prefix, None, 1, 0))
+
+
+def test_a_length_pointer_or_boundary_that_was_changed_is_named(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [[1, 2, 3], [4, 5], [6]])
+    path = tmp_path / "a.idx"
+    good = bytearray(path.read_bytes())
+    lengths, pointers, documents = 34, 34 + 3 * 4, 34 + 3 * 12
+
+    def changed(**bytes_at: int) -> str:
+        content = bytearray(good)
+        for place, value in bytes_at.items():
+            content[int(place[1:])] = value
+        path.write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            list(describe(prefix, None, 2, 2))
+        return str(caught.value)
+
+    # Two lengths that still sum to 6 tokens.
+    assert "a.idx is damaged: sequence 1 has 1 tokens" in changed(**{f"b{lengths}": 4, f"b{lengths + 4}": 1})
+    assert "a.idx is damaged: sequence 1 has 2 tokens from byte 4" in changed(**{f"b{pointers + 8}": 4})
+    assert "a.idx is damaged: document 1 ends before it begins" in changed(**{f"b{documents + 8}": 3})
+    path.write_bytes(good)
+    assert "3 documents" in list(describe(prefix, None, 2, 2))[2]

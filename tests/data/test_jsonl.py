@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,35 @@ def test_a_missing_file_or_another_format_is_refused(tmp_path: Path) -> None:
     for name in ("a.parquet", "a.txt.gz"):
         with pytest.raises(UserError, match="JSON lines are needed"):
             list(read_lines(str(tmp_path / name), "--flag"))
+
+
+def test_a_file_that_is_one_list_gives_the_objects_and_their_lines(tmp_path: Path) -> None:
+    values = [{"a": [1, "]"]}, {"b": "é\n"}, {}]
+    for indent in (None, 0, 2):
+        text = "\n [" + json.dumps(values, indent=indent, ensure_ascii=False)[1:] + "\n"
+        (tmp_path / "a.json").write_text(text, encoding="utf-8")
+        lines = list(read_lines(str(tmp_path / "a.json"), "--data"))
+        assert [line.value for line in lines] == values
+        signs = ("{", "{", "{}") if indent is None else ('"a"', '"b"')
+        first = 0 if indent is None else 1  # where each object begins on the line before its key
+        expected = [text.count("\n", 0, text.index(sign)) + 1 - first for sign in signs]
+        assert [line.number for line in lines][: len(signs)] == expected
+    (tmp_path / "a.json").write_text("[]")
+    assert list(read_lines(str(tmp_path / "a.json"), "--data")) == []
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('[\n{"a": 1}\n{"b": 2}]', ":3: broken JSON: a comma or the end of the list is missing"),
+        ('[\n{"a": 1},\n{"b"', ":3: broken JSON"),
+        ('[{"a": 1}]\n{}', ":1: broken JSON: something follows the end"),
+        ("[\n\n5]", ":3: a JSON object is needed, not 5"),
+        ('[\n{"a": 1, "a": 2}]', ':2: the key "a" occurs twice'),
+        ('[{"a": 1},', ":1: broken JSON"),
+    ],
+)
+def test_a_broken_list_is_told_by_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError, match=re.escape("a.json" + message)):
+        list(read_lines(str(tmp_path / "a.json"), "--data"))

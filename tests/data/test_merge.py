@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megalite.config.errors import UserError
 from megalite.config.schema import TokenizerConfig
@@ -15,6 +16,8 @@ from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megalite.data.merge import expand_prefixes, merge_datasets
 from megalite.data.preprocess import PreprocessOptions, preprocess
 from tests.data.corpora import write_jsonl
+
+megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
 
 
 def part(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> str:
@@ -107,4 +110,33 @@ def test_a_missing_damaged_or_repeated_part_is_named(tmp_path: Path) -> None:
     Path(f"{second}.bin").unlink()
     with pytest.raises(UserError, match=r"b\.bin is missing"):
         merge_datasets([str(tmp_path / "in")], str(tmp_path / "out"))
+    assert list(tmp_path.glob("out*")) == []
+
+
+def multimodal(prefix: Path, rows: list[tuple[list[int], int]]) -> str:
+    """A pair whose sequences have modes, as megatron-core writes it."""
+    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16, multimodal=True)
+    for tokens, mode in rows:
+        builder.add_document(torch.tensor(tokens), [len(tokens)], [mode])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def test_modes_of_a_multimodal_index_are_kept_as_megatron_core_keeps_them(tmp_path: Path) -> None:
+    parts = [multimodal(tmp_path / "a", [([1, 2], 0), ([3], 1)]), multimodal(tmp_path / "b", [([4], 1)])]
+    merge_datasets(parts, str(tmp_path / "ours"))
+    theirs = megatron.IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", dtype=np.uint16, multimodal=True)
+    for one in parts:
+        theirs.add_index(one)
+    theirs.finalize(f"{tmp_path}/theirs.idx")
+    assert pair(tmp_path / "ours") == pair(tmp_path / "theirs")
+    modes = IndexedDataset(str(tmp_path / "ours")).sequence_modes
+    assert modes is not None
+    assert modes.tolist() == [0, 1, 1]
+
+
+def test_parts_with_and_without_modes_are_not_joined(tmp_path: Path) -> None:
+    parts = [multimodal(tmp_path / "a", [([1, 2], 0)]), part(tmp_path / "b", [[3]])]
+    with pytest.raises(UserError, match=r"a\.idx has a mode for each sequence .* and .*b\.idx has none"):
+        merge_datasets(parts, str(tmp_path / "out"))
     assert list(tmp_path.glob("out*")) == []

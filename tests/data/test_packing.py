@@ -97,7 +97,7 @@ def test_a_changed_token_changes_no_loss_of_another_sequence_in_its_row() -> Non
     data = builder.build()
     rows = dataset(data, packed=True)
     assert len(rows) == 1
-    changed = TokenSequences(data.tokens.copy(), data.counted, data.begins)
+    changed = TokenSequences(data.tokens.copy(), data.counted, data.begins, data.origins)
     changed.tokens[0] = 100
 
     def losses(source: TokenSequences) -> torch.Tensor:

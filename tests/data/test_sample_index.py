@@ -148,7 +148,7 @@ def test_a_read_only_cache_is_done_without(tmp_path: Path, monkeypatch: pytest.M
 
     tmp_path.chmod(0o500)
     if os.geteuid() == 0:  # who may write anywhere: refused here as everybody else is by the system
-        monkeypatch.setattr("megalite.data.cache.open", refused, raising=False)
+        monkeypatch.setattr("megalite.files.atomic.open", refused, raising=False)
     notes: list[str] = []
     _build(str(tmp_path), notes)
     assert len(notes) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,25 @@ from typing import Any
 import pytest
 
 from megalite.config.errors import FlagError, UserError
+from megalite.config.schema import TokenizerConfig
 from megalite.data.document_mask import SampleSource
 from megalite.data.loader import microbatch_iterator
 from megalite.data.packing import RowDataset
+from megalite.data.sample_cache import SampleCache
 from megalite.data.sft import SftOptions, SftReader, build_sft_datasets, check_sft, hold_out
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer
-from tests.data.chat_files import CONVERSATION, chat_tokenizer, pairs, write_lines
+from tests.data.chat_files import CONVERSATION, REASONING_TEMPLATE, chat_tokenizer, pairs, write_lines
 from tests.data.corpora import sentencepiece_model
 
 NULL = NullTokenizer(99)
+MESSAGES = [{"role": "user", "content": "q\nx"}, {"role": "assistant", "content": "a"}]
+SAME = {  # one conversation in each form
+    "sharegpt": {"conversations": [{"from": "human", "value": "q\nx"}, {"from": "gpt", "value": "a"}]},
+    "roles": {"conversations": MESSAGES},
+    "alpaca": {"instruction": "q", "input": "x", "output": "a"},
+    "alpaca without input": {"instruction": "q\nx", "input": "", "output": "a"},
+}
 EOD = 99
 
 
@@ -94,6 +104,89 @@ def test_conversations_and_pairs_may_share_a_file(tmp_path: Path, chat_folder: P
     assert report.answer_tokens == sequences.counted.sum()
 
 
+@pytest.mark.parametrize("form", SAME)
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_a_conversation_is_the_same_in_every_form(
+    tmp_path: Path, chat_folder: Path, form: str, system: str | None
+) -> None:
+    tokenizer = HuggingFaceTokenizer(str(chat_folder))
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    file = write_lines(tmp_path / "a.jsonl", [{**SAME[form], "system": system}, {"messages": opening + MESSAGES}])
+    data, _ = SftReader(options(file), tokenizer, str(chat_folder)).read([file], "--sft-data")
+    first, second = (data.tokens[a:b].tolist() for a, b in zip(data.begins, data.begins[1:], strict=False))
+    assert first == second
+
+
+def test_alpacas_file_is_read_as_published_one_list_with_some_empty_outputs(tmp_path: Path, chat_folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(str(chat_folder))
+    values = [SAME["alpaca"], {**SAME["alpaca"], "output": ""}, SAME["alpaca"]]
+    (tmp_path / "alpaca.json").write_text(json.dumps(values, indent=4))
+    data = build_sft_datasets(options(str(tmp_path / "alpaca.json")), tokenizer, str(chat_folder), (1, 0, 0))
+    assert len(rows_of(data.train)) == 2
+    assert any("1 lines with an empty output were left out" in note for note in data.notes)
+
+
+def test_an_answer_of_weight_zero_is_context(tmp_path: Path, chat_folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(str(chat_folder))
+    for keys in ({"weight": 0}, {"train": False}, {"weight": 0, "train": False, "name": None, "loss": None}):
+        file = write_lines(tmp_path / "a.jsonl", [{"messages": with_keys(**keys)}, {"messages": CONVERSATION}])
+        data, _ = SftReader(options(file, seq_length=999), tokenizer, str(chat_folder)).read([file], "--sft-data")
+        middle = data.begins[1]
+        assert data.tokens[:middle].tolist() == data.tokens[middle:].tolist()
+        parts = (slice(middle), slice(middle, None))
+        counted = [tokenizer.detokenize(data.tokens[part][data.counted[part]]) for part in parts]
+        answers = [message["content"] for message in CONVERSATION if message["role"] == "assistant"]
+        assert counted == [answers[1], answers[0] + answers[1]]
+
+
+def test_samples_of_one_conversation_are_held_out_together(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path / "tokenizer", REASONING_TEMPLATE)
+    talks = [[message | {"content": f"{n}"} for message in CONVERSATION[1:]] for n in range(10, 30)]
+    file = write_lines(tmp_path / "a.jsonl", ({"messages": messages} for messages in talks))
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    data = build_sft_datasets(options(file, seq_length=999, valid_share=0.3), tokenizer, str(folder), (1, 1, 0))
+    train, valid = (
+        [tokenizer.detokenize(ids) for ids in labels(rows_of(source))] for source in (data.train, data.valid)
+    )
+    assert (len(train), len(valid)) == (28, 12)
+    assert not set(train) & set(valid)
+    assert any("20 conversations became several samples" in note for note in data.notes)
+
+
+class Deaf(NullTokenizer):
+    """A tokenizer that must not be asked."""
+
+    def tokenize_batch(self, texts: Any) -> list[list[int]]:
+        assert not any(texts), "tokenized again"
+        return [[] for _ in texts]
+
+
+def test_samples_are_tokenized_once_and_again_where_anything_changed(tmp_path: Path) -> None:
+    file = counting(tmp_path / "a.jsonl", [(2, 3), (1, 2)])
+    (tmp_path / "tokenizer.json").write_text("{}")
+    cache = SampleCache(str(tmp_path / "kept"), TokenizerConfig(tokenizer_model=str(tmp_path)), [])
+    chosen = options(file, cache=cache)
+
+    def rows(tokenizer: Tokenizer, **changes: Any) -> tuple[list[list[int]], list[str]]:
+        data = build_sft_datasets(replace(chosen, **changes), tokenizer, None, (1, 0, 0))
+        return labels(rows_of(data.train)), data.notes
+
+    first = rows(NULL)
+    assert rows(Deaf(99)) == first
+    assert rows(Deaf(99), seed=9, packing=True)[0] != []
+    with pytest.raises(AssertionError, match="tokenized again"):
+        rows(Deaf(99), seq_length=63)
+    with pytest.raises(AssertionError, match="tokenized again"):
+        rows(Deaf(99), cache=replace(cache, tokenizer=replace(cache.tokenizer, vocab_size=5)))
+    (tmp_path / "tokenizer.json").write_text("{ }")
+    with pytest.raises(AssertionError, match="tokenized again"):
+        rows(Deaf(99))
+    rows(NULL)
+    counting(tmp_path / "a.jsonl", [(2, 3), (1, 3)])
+    with pytest.raises(AssertionError, match="tokenized again"):
+        rows(Deaf(99))
+
+
 def test_a_tokenizer_that_reads_no_special_tokens_works_with_the_built_in_template(tmp_path: Path) -> None:
     tokenizer = SentencePieceTokenizer(sentencepiece_model(tmp_path))
     file = write_lines(tmp_path / "a.jsonl", [{"messages": CONVERSATION}])
@@ -109,7 +202,7 @@ def test_what_truncation_costs_is_counted(tmp_path: Path) -> None:
     lengths = [(5, 5), (5, 6), (8, 7), (10, 3), (11, 3), (30, 2), (0, 9)]
     file = counting(tmp_path / "a.jsonl", lengths)
     for packing in (False, True):
-        chosen = options(file, seq_length=10, packing=packing)
+        chosen = options(file, seq_length=10, packing=packing, long_answers="truncate")
         data = build_sft_datasets(chosen, NULL, None, (1, 0, 0))
         _, report = SftReader(chosen, NULL, None).read([file], "--sft-data")
         assert (report.samples, report.truncated, report.dropped) == (5, 3, 2)
@@ -131,18 +224,33 @@ def test_the_context_after_the_last_answer_that_fits_is_cut_too(tmp_path: Path, 
     reader = SftReader(options(file, seq_length=10_000), tokenizer, str(chat_folder))
     whole, _ = reader.read([file], "--sft-data")
     short = int(whole.lengths[1])
-    cut, report = SftReader(options(file, seq_length=short + 5), tokenizer, str(chat_folder)).read([file], "--sft-data")
+    cutting = options(file, seq_length=short + 5, long_answers="truncate")
+    cut, report = SftReader(cutting, tokenizer, str(chat_folder)).read([file], "--sft-data")
     assert cut.lengths.tolist() == [short, short]
     assert (report.truncated, report.dropped) == (1, 0)
 
 
 @pytest.mark.parametrize("policy, kept", [("truncate", 2), ("drop", 1)])
-def test_an_answer_longer_than_a_row_is_an_error_unless_asked_otherwise(tmp_path: Path, policy: str, kept: int) -> None:
-    file = counting(tmp_path / "a.jsonl", [(2, 9), (2, 10)])
-    with pytest.raises(UserError, match=r"a\.jsonl:2: an answer has 11 tokens, more than --seq-length 10"):
+def test_a_sample_whose_answers_exceed_a_row_is_an_error_unless_asked_otherwise(
+    tmp_path: Path, policy: str, kept: int
+) -> None:
+    file = counting(tmp_path / "a.jsonl", [(2, 8), (2, 9)])
+    with pytest.raises(UserError, match=r"a\.jsonl:2: the sample has 12 tokens, 10 of them in answers, .* holds 11"):
         build_sft_datasets(options(file, seq_length=10), NULL, None, (1, 0, 0))
     data = build_sft_datasets(options(file, seq_length=10, long_answers=policy), NULL, None, (1, 0, 0))
     assert len(rows_of(data.train)) == kept
+
+
+@pytest.mark.parametrize("prompt", [9, 50])
+def test_a_prompt_that_leaves_no_room_for_the_whole_answer_is_an_error_too(tmp_path: Path, prompt: int) -> None:
+    file = counting(tmp_path / "a.jsonl", [(2, 3), (prompt, 3)])
+    with pytest.raises(UserError, match=rf"a\.jsonl:2: the sample has {prompt + 4} tokens, 4 of them in answers"):
+        build_sft_datasets(options(file, seq_length=10), NULL, None, (1, 0, 0))
+
+
+def with_keys(**keys: Any) -> list[dict[str, Any]]:
+    """The conversation, its first answer with more keys."""
+    return [*CONVERSATION[:2], {**CONVERSATION[2], **keys}, *CONVERSATION[3:]]
 
 
 BAD = [
@@ -163,9 +271,17 @@ BAD = [
     ({"prompt": "a", "completion": ""}, "the completion is empty"),
     ({"prompt": "a", "completion": 5}, "completion must be a string, not 5"),
     ({"prompt": None, "completion": "a"}, "prompt must be a string, not null"),
-    ({"prompt": "a"}, "messages, or prompt and completion, are needed; the line's keys: prompt"),
+    ({"prompt": "a"}, "messages, conversations, .* or prompt and completion are needed; the line's keys: prompt"),
     ({"prompt": "a", "completion": "b", "messages": CONVERSATION}, "messages and also prompt and completion"),
-    ({"conversations": []}, "the line's keys: conversations"),
+    ({"conversations": []}, "conversations must be a list of objects with from and value"),
+    ({"conversations": [{"from": "bob", "value": "x"}]}, 'a turn from "bob"; known are human'),
+    ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history isn't read"),
+    ({"messages": CONVERSATION, "system": "x"}, "key system and also a first message"),
+    ({"messages": with_keys(loss_mask=0)}, 'message 3 has the key "loss_mask".*"weight": 0 or "train": false'),
+    ({"messages": with_keys(weight=0.5)}, "the weight of message 3 must be 0 or 1"),
+    ({"messages": with_keys(weight=0, train=True)}, "weight and train of message 3 contradict"),
+    ({"messages": [{**CONVERSATION[0], "train": True}, *CONVERSATION[1:]]}, "message 1 has the role system and train"),
+    ({"messages": with_keys(train=False)[:3]}, "no assistant turn is trained"),
     ({}, "the line's keys: none"),
 ]
 
@@ -237,7 +353,7 @@ def test_the_first_lines_show_what_is_wrong_with_flags_and_files(tmp_path: Path)
     assert "end-of-document id" in end
     assert problems(chat_template="none.jinja") == ["--chat-template none.jinja: No such file or directory"]
     (long,) = problems(seq_length=1)
-    assert "a.jsonl:1: an answer has" in long
+    assert "a.jsonl:1: the sample has" in long
     (tmp_path / "empty.jsonl").write_text("\n")
     (empty,) = problems(valid_data=[str(tmp_path / "empty.jsonl")])
     assert empty.endswith("empty.jsonl: it has no samples")
@@ -251,7 +367,7 @@ def test_a_file_without_samples_is_told(tmp_path: Path) -> None:
         build_sft_datasets(options(str(tmp_path / "a.jsonl")), NULL, None, (1, 0, 0))
     file = counting(tmp_path / "b.jsonl", [(70, 2), (80, 2)])
     with pytest.raises(UserError, match="none of its 2 samples fits --seq-length"):
-        build_sft_datasets(options(file), NULL, None, (1, 0, 0))
+        build_sft_datasets(options(file, long_answers="drop"), NULL, None, (1, 0, 0))
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megalite.files.owner import OWNER, owning
 from tests.data.token_files import random_documents, write_tokens
 from tests.e2e.runs import MICRO, MOCK, Outcome, checkpoint, checkpoint_tensors, newest, run, steps
 
@@ -215,6 +217,16 @@ def test_a_step_that_was_never_saved(saved: Path) -> None:
 def test_a_folder_to_save_in_that_can_not_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused(f"{MICRO} --save {tmp_path}/file/under --save-interval 2", 2, "--save", f"{tmp_path}/file/under")
+
+
+def test_a_folder_that_another_run_saves_in(tmp_path: Path) -> None:
+    with owning(tmp_path / OWNER, "--save of this test"):
+        before = listing(tmp_path)
+        words = (f"--save {tmp_path} is written by another run", f"process {os.getpid()} on host")
+        refused(f"{MICRO} --save {tmp_path} --save-interval 1", 1, *words)
+        assert listing(tmp_path) == before
+    run(f"{MICRO} --save {tmp_path} --save-interval 1 --train-iters 1")
+    assert OWNER not in listing(tmp_path)
 
 
 def test_the_checkpoint_of_the_fixture_is_whole(saved: Path) -> None:

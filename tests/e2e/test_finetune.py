@@ -47,6 +47,7 @@ COMMON = (
     "--fp64 --device cpu --threads-per-rank 1 --log-interval 1 --num-workers 0 --make-vocab-size-divisible-by 1 "
     "--eval-iters 3 --hidden-dropout 0.1 --attention-dropout 0.1 "
 )
+CUT = "--sft-long-answers truncate"
 SEQUENCE_AND_PIPELINE = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
 CONVERSATIONS = [
     {
@@ -100,7 +101,7 @@ def loss_of(path: Path) -> float:
 @pytest.fixture(scope="module")
 def sft_reference(base: Path, answers: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sft")
-    tune(f"--load-hf {base} --sft-data {answers} --sft-valid-share 0.2 {outputs(folder)}")
+    tune(f"--load-hf {base} --sft-data {answers} {CUT} --sft-valid-share 0.2 {outputs(folder)}")
     return folder
 
 
@@ -114,7 +115,7 @@ def sft_reference(base: Path, answers: str, tmp_path_factory: pytest.TempPathFac
 def test_samples_of_all_lengths_train_alike_in_every_layout(
     flags: str, processes: int, base: Path, answers: str, sft_reference: Path, tmp_path: Path
 ) -> None:
-    data = f"--load-hf {base} --sft-data {answers} --sft-valid-share 0.2"
+    data = f"--load-hf {base} --sft-data {answers} {CUT} --sft-valid-share 0.2"
     tune(f"{data} {flags} {outputs(tmp_path)}", processes)
     assert_equal(tmp_path, sft_reference)
     ours, theirs = (loss_of(folder / "metrics.jsonl") for folder in (tmp_path, sft_reference))
@@ -122,7 +123,7 @@ def test_samples_of_all_lengths_train_alike_in_every_layout(
 
 
 def sequences_of(base: Path, answers: str) -> TokenSequences:
-    options = SftOptions(data=[answers], seq_length=64, seed=1234)
+    options = SftOptions(data=[answers], seq_length=64, seed=1234, long_answers="truncate")
     return SftReader(options, HuggingFaceTokenizer(str(base)), str(base)).read([answers], "--sft-data")[0]
 
 
@@ -143,7 +144,7 @@ def test_the_loss_is_that_of_transformers_over_the_answers_padded_or_packed(
     found = []
     for packing in ("", "--sft-packing"):
         path = tmp_path / f"m{len(packing)}.jsonl"
-        sets = f"--sft-data {answers} --sft-valid-data {answers} {packing} --skip-train --full-validation"
+        sets = f"--sft-data {answers} {CUT} --sft-valid-data {answers} {packing} --skip-train --full-validation"
         tune(f"--load-hf {base} {sets} --metrics-file {path}")
         found.append(loss_of(path))
     assert abs(found[0] - found[1]) <= TOLERANCE * found[1]
@@ -153,7 +154,7 @@ def test_the_loss_is_that_of_transformers_over_the_answers_padded_or_packed(
 def test_tokens_are_counted_as_they_are_processed(base: Path, answers: str, tmp_path: Path) -> None:
     """With one sample a microbatch there is no padding."""
     path = tmp_path / "m.jsonl"
-    sets = f"--load-hf {base} --sft-data {answers} --eval-iters 0"
+    sets = f"--load-hf {base} --sft-data {answers} {CUT} --eval-iters 0"
     tune(f"{sets} --micro-batch-size 1 --train-iters 5 --lr 0 --metrics-file {path}")
     data = sequences_of(base, answers)
     assert steps(path)[-1]["consumed_samples"] == len(data) == 40
@@ -162,7 +163,7 @@ def test_tokens_are_counted_as_they_are_processed(base: Path, answers: str, tmp_
 
 def test_resuming_changes_nothing_and_wins_over_the_base_model(base: Path, answers: str, tmp_path: Path) -> None:
     names = ("lm_loss", "grad_norm", "consumed_tokens")
-    flags = f"--load-hf {base} --sft-data {answers} --sft-packing --eval-iters 0 --train-iters 4"
+    flags = f"--load-hf {base} --sft-data {answers} {CUT} --sft-packing --eval-iters 0 --train-iters 4"
     for folder, more in (("straight", [""]), ("resumed", ["--exit-interval 2", ""])):
         path = tmp_path / folder
         for words in more:
@@ -176,7 +177,7 @@ def test_a_step_without_learning_leaves_the_base_model_as_it_was_in_half_precisi
     base: Path, answers: str, tmp_path: Path
 ) -> None:
     """Main parameters are those that were loaded, not those of the start."""
-    flags = f"--load-hf {base} --sft-data {answers} --eval-iters 0 --train-iters 1 --lr 0 --save {tmp_path}"
+    flags = f"--load-hf {base} --sft-data {answers} {CUT} --eval-iters 0 --train-iters 1 --lr 0 --save {tmp_path}"
     run(f"{COMMON.replace('--fp64', '--bf16')} {flags} --use-distributed-optimizer", 2, script="finetune")
     found = checkpoint_tensors(checkpoint(tmp_path, 1))
     names = {"embedding.word_embeddings.weight": "embed_tokens.weight", "decoder.final_layernorm.weight": "norm.weight"}
@@ -297,16 +298,16 @@ def test_a_tokenizer_without_template_or_end_is_refused_before_processes_meet(an
     chat_tokenizer(folder, eos_token=None, pad_token=None)
     file = folder / "tokenizer.json"
     file.write_text(file.read_text("utf-8").replace("<|endoftext|>", "<|other|>"), encoding="utf-8")
-    assert "end-of-document" in refusal(f"--load-hf {folder} --sft-data {answers}")
+    assert "end-of-document" in refusal(f"--load-hf {folder} --sft-data {answers} {CUT}")
 
 
 def test_flags_that_contradict_the_base_model_are_refused(base: Path, answers: str, tmp_path: Path) -> None:
-    data = f"--load-hf {base} --sft-data {answers}"
+    data = f"--load-hf {base} --sft-data {answers} {CUT}"
     assert "--hidden-size 48 contradicts --load-hf" in refusal(f"{data} --hidden-size 48")
     small = save_base(tmp_path / "small", vocab_size=300)
-    message = refusal(f"--load-hf {small} --sft-data {answers}")
+    message = refusal(f"--load-hf {small} --sft-data {answers} {CUT}")
     assert "the model has rows for 300 ids" in message
-    assert "config.json" in refusal(f"--load-hf {tmp_path} --sft-data {answers}")
+    assert "config.json" in refusal(f"--load-hf {tmp_path} --sft-data {answers} {CUT}")
 
 
 def test_a_missing_shard_and_a_broken_line_are_told_once(base: Path, tmp_path: Path) -> None:

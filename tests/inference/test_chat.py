@@ -80,7 +80,7 @@ def test_a_turn_ends_at_the_end_of_turn_of_the_template(loaded: LoadedModel) -> 
 def test_a_conversation_longer_than_the_context_is_told_and_the_next_one_goes_on(loaded: LoadedModel) -> None:
     dialogue = open_dialogue(loaded, None)
     long, reset, short = talk(loaded, dialogue, "word " * 300, "/reset", "Hello")[:3]
-    assert "the model's context is 256: /reset begins anew" in long
+    assert "the model's context is 256: /reset starts a new conversation" in long
     assert "context" not in short.split("\n(cut after")[0]
 
 

@@ -15,7 +15,7 @@ from megalite.config.resolve import resolve
 from megalite.config.schema import RunConfig
 from megalite.distributed.launch import Environment
 from megalite.distributed.mesh import single_process_mesh
-from megalite.peft.files import write_adapter
+from megalite.peft.files import read_adapter, read_class_names, write_adapter
 from megalite.training.prepare import prepare_config
 from megalite.training.run import Run
 from tests.peft.runs import adapter_config
@@ -90,16 +90,31 @@ def test_another_shape_of_the_adapter_is_told_by_its_flag(values: dict[str, Any]
         start(adapter_config("lora", **given, **values))
 
 
-def test_a_kill_between_an_adapter_s_two_files_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_adapter(tmp_path, {"peft_type": "LORA", "r": 1, "lora_alpha": 4}, {"w": torch.ones(1)})
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "kill"])
+def test_a_save_that_fails_leaves_the_last_good_adapter(
+    failure: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log").write_text("of the run")
+    write_adapter(tmp_path, {"peft_type": "LORA", "r": 1, "lora_alpha": 4}, {"w": torch.ones(1)}, ["yes", "no"])
 
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+    def fails(*_: object, **__: object) -> None:
+        raise failure
 
-    monkeypatch.setattr("megalite.peft.files.json.dumps", killed)
-    with pytest.raises(KeyboardInterrupt):
-        write_adapter(tmp_path, {"peft_type": "LORA", "r": 1, "lora_alpha": 64}, {"w": torch.full((1,), 2.0)})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_model.safetensors"]
+    with monkeypatch.context() as patch:
+        patch.setattr("megalite.peft.files.json.dumps", fails)
+        with pytest.raises((UserError, KeyboardInterrupt)):
+            write_adapter(tmp_path, {"peft_type": "LORA", "r": 1, "lora_alpha": 64}, {"w": torch.full((1,), 2.0)})
+    adapter = read_adapter(tmp_path)
+    assert (adapter.config["lora_alpha"], adapter.tensors["w"].item()) == (4, 1.0)
+    assert read_class_names(tmp_path) == ("yes", "no")
+    write_adapter(tmp_path, {"peft_type": "LORA", "r": 1, "lora_alpha": 64}, {"w": torch.full((1,), 2.0)})
+    assert read_adapter(tmp_path).config["lora_alpha"] == 64
+    assert read_class_names(tmp_path) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "log",
+    ]
 
 
 def test_the_adapter_is_there_although_the_checkpoint_could_not_be_saved(

@@ -48,13 +48,13 @@ def test_frozen_weights_are_unchanged_and_cost_no_state(pool: ProcessPool, kind:
         assert size * trained <= outcome.held[what] <= size * (trained + rounding)
 
 
-def test_every_adapter_weight_learns_and_copies_stay_equal(pool: ProcessPool) -> None:
+def test_every_adapter_weight_learns_and_only_the_rank_that_writes_them_gathers_them(pool: ProcessPool) -> None:
     config = adapter_config("lora", lora_target_modules=["all-linear"], **{TP: 4, "sequence_parallel": True})
     outcomes = run_adapter(pool, config, 4, steps=3)
     names = outcomes[0].adapter.keys()
     assert len(names) == 4 * 7 * 2  # A and B in each of four layers, beside q, k, v, o, gate, up, down
     assert all(outcomes[0].gradients[name].abs().max() > 0 for name in names)
-    assert all(torch.equal(outcomes[0].adapter[name], outcome.adapter[name]) for outcome in outcomes for name in names)
+    assert all(not outcome.adapter for outcome in outcomes[1:])
 
 
 def test_a_stage_without_trained_weights_takes_part(pool: ProcessPool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -11,11 +12,21 @@ import pytest
 
 from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
 from megalite.config.errors import FlagError
+from megalite.config.flags import build_parser, parse_namespace, read_run
 from megalite.config.schema import RunConfig
 from megalite.distributed.pool import ProcessPool
 from megalite.verify import report
 from megalite.verify.compare import Difference
+from megalite.verify.configs import for_proof, resolved
 from megalite.verify.proof import Prover
+from megalite.verify.small import shrink, small_layout
+from tests.config.launch_lists import (
+    GPT3_175B,
+    LLAMA3_8B,
+    LLAMA3_8B_SHARDING,
+    MIXTRAL_8X7B,
+    without_what_is_not_built,
+)
 from tests.data.chat_files import chat_tokenizer, pairs, write_lines
 from tests.helpers import load_tool
 from tests.models.hf_models import llama_like
@@ -125,3 +136,83 @@ def test_bad_flags_are_told_before_any_process_starts(
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
     with pytest.raises(FlagError, match=message):
         tool.main(_flags(base, answers, *(str(tmp_path) if word == "ADAPTER" else word for word in more)))
+
+
+MIXTRAL_MISSING = "take out: --num-experts 8 --expert-model-parallel-size 8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (GPT3_175B, "8 processes will start on {cores} CPU cores: TP 2 x PP 4 x DP 1, cut down from TP 8 x PP 16"),
+        (f"{LLAMA3_8B} {LLAMA3_8B_SHARDING}", "2 processes will start on {cores} CPU cores: TP 1 + SP x PP 1 x DP 2\n"),
+        (
+            without_what_is_not_built(MIXTRAL_8X7B, MIXTRAL_MISSING),
+            "8 processes will start on {cores} CPU cores: TP 1 + SP x PP 4 x DP 2\n",
+        ),
+    ],
+    ids=["GPT-3 175B", "Llama-3 8B", "Mixtral 8x7B"],
+)
+def test_a_pasted_launch_script_is_proved_in_small(
+    tool: ModuleType, flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main([*flags.split(), "--shrink", "--steps", "2"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(said.format(cores=os.cpu_count()))
+    assert "--save checkpoints, --load checkpoints, --tensorboard-dir" in captured.err
+    assert "1 of 2: the layout, 2 steps" in captured.err
+    assert "2 of 2: one process, 2 steps" in captured.err
+
+
+def test_more_processes_than_a_machine_bears_are_refused_unless_asked_for(tool: ModuleType) -> None:
+    words = [*GPT3_175B.split(), "--steps", "1"]
+    for more in ([], ["--shrink", "--keep-layout"]):
+        with pytest.raises(FlagError, match="TP 8 x PP 16 x DP 1 would start 128 processes"):
+            tool.main([*words, *more, "--most-processes", "127"])
+    with pytest.raises(FlagError, match="--matrix 32 would start 32 processes"):
+        tool.main([*words, "--matrix", "32", "--most-processes", "31"])
+
+
+def test_a_network_beyond_this_machines_memory_is_refused_before_it_starts(tool: ModuleType) -> None:
+    with pytest.raises(FlagError, match="GB of memory for 1[67][0-9],.* parameters"):
+        tool.main([*GPT3_175B.split(), "--most-processes", "128"])
+
+
+def test_files_that_are_not_there_are_made_for_a_proof_at_full_size(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = f"--data-path {tmp_path}/none --vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
+    network = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 64"
+    words = f"{RUN} {network} {files} --tensor-model-parallel-size 2 --processes 2 --vocab-size 50 --steps 1"
+    assert tool.main(words.split()) == 0
+    assert "merges.txt: no such file, so made data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--tolerance nan", "--tolerance inf", "--steps 0", "--processes -1", "--matrix 1.5"],
+)
+def test_numbers_that_would_prove_nothing_are_refused(tool: ModuleType, words: str) -> None:
+    with pytest.raises(FlagError, match=words.split()[0]):
+        tool.main([*RUN.split(), *words.split()])
+
+
+@pytest.mark.parametrize("tp, groups, heads", [(2, 8, 32), (8, 8, 8), (16, 8, 48), (24, 8, 24), (8, 1, 32), (3, 6, 12)])
+@pytest.mark.parametrize("stages", ["", "--pipeline-model-parallel-size 16 --decoder-first-pipeline-num-layers 2"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_shrunk_run_keeps_what_its_layout_shows(tp: int, groups: int, heads: int, stages: str, keep: bool) -> None:
+    words = (
+        f"{RUN} --num-layers 92 --hidden-size {8 * heads} --num-attention-heads {heads} --group-query-attention "
+        f"--max-position-embeddings 96 --seq-length 96 --num-query-groups {groups} --ffn-hidden-size 192 "
+        f"--tensor-model-parallel-size {tp} {stages} --mock-data --tokenizer-type NullTokenizer --vocab-size 50"
+    )
+    config = read_run(parse_namespace(build_parser("p", "d"), words.replace("--steps 2", "").split())[0])
+    layout = None if keep else small_layout(config)
+    pp = config.layout.pipeline_model_parallel_size
+    small = shrink(resolved(for_proof(config, 2), tp * pp), 1, layout=layout)
+    cut = small.layout
+    resolved(small, cut.tensor_model_parallel_size * cut.pipeline_model_parallel_size)
+    assert (cut.tensor_model_parallel_size > small.model.num_query_groups) == (tp > groups)
+    assert (cut.tensor_model_parallel_size <= 4 and cut.pipeline_model_parallel_size <= 4) or keep
+    assert (cut.pipeline_model_parallel_size > 1) == (pp > 1)
+    assert cut.decoder_first_pipeline_num_layers == (1 if stages else None)

@@ -10,7 +10,8 @@ from typing import TypeVar
 from megalite.config.schema import LayoutConfig, LearningRateConfig, ModelConfig, RunConfig, TokenizerConfig
 from megalite.config.schema_finetune import FinetuneConfig
 from megalite.config.schema_peft import PeftConfig
-from megalite.verify.configs import for_matrix, for_proof
+from megalite.verify.configs import for_proof
+from megalite.verify.small import for_matrix
 
 STEPS = 10
 ALL_LINEAR = ["all-linear"]

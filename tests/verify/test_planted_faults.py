@@ -38,7 +38,7 @@ REPLICATED = (
 Values = dict[str, dict[str, Any]]
 
 
-def no_copy_sums(mesh: Mesh, values: Values, steps: int) -> Trace | None:
+def no_copy_sums(mesh: Mesh, values: Values, steps: int, *, bar: bool = False) -> Trace | None:
     """Sequence parallelism whose norm gradients stay partial."""
     with mock.patch.object(CopySums, "reduce", return_value=None):
         return trace(mesh, values, steps)

@@ -7,8 +7,6 @@ doesn't hold it never reads, and what is missing is known before anything is loa
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +22,7 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.checkpoint.storage import CONFIG_FILE, read_json
 from megalite.distributed.param_spec import Shape
+from megalite.files import atomic
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -177,21 +176,15 @@ def write_index(folder: Path, places: Mapping[str, str], nbytes: int) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `target` (absent or empty) when the block ends well; else nothing of it stays.
+    """A folder to fill that becomes `target` (absent or empty) when the block ends well; else nothing of it stays.
 
     What the operating system refuses, or safetensors for it, becomes a `CheckpointError` that names the target.
     """
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        mode = (temporary / CONFIG_FILE).stat().st_mode  # safetensors lets only the owner read
-        for file in temporary.glob("*.safetensors"):
-            file.chmod(mode)
-        if target.exists():
-            target.rmdir()
-        os.rename(temporary, target)
+        with atomic.new_folder(target) as folder:
+            yield folder
+            mode = (folder / CONFIG_FILE).stat().st_mode  # safetensors lets only the owner read
+            for file in folder.glob("*.safetensors"):
+                file.chmod(mode)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{target} was not written: {reason(error)}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -235,7 +235,7 @@ def test_part_of_a_head_is_rotated_as_either_key_says() -> None:
             {**TINY, "rope_scaling": {**YARN, "factor": 0.5}},
             "--rope-scaling-factor 0.5: --position-embedding-type yarn",
         ),
-        ({**TINY, "rope_scaling": {**YARN, "mscale": 0.5}}, "mean something only together"),
+        ({**TINY, "rope_scaling": {**YARN, "mscale": 0.5}}, "need each other"),
         (
             {**TINY, "rope_scaling": {**YARN, "mscale": 0.0, "mscale_all_dim": 1.0}},
             "--yarn-mscale 0.0: must be above 0",

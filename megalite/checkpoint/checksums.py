@@ -1,0 +1,75 @@
+"""Checksums of all files of a checkpoint, in a file beside them.
+
+Key idea: whoever writes a file sums what passes, so nothing is read again. Small files are compared before they are
+believed; of the large ones the reader verifies the parts that it takes (`shards.py`), and the sums here let a copy be
+compared as a whole. A checkpoint of an older version has no such file and loads without it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+from megalite.checkpoint.errors import CheckpointError, reason
+
+CHECKSUMS = "checksums.json"
+DATA_SUFFIX = ".distcp"
+
+
+def text_of(crc: int) -> str:
+    """A CRC-32 as it is written: 8 hex digits."""
+    return f"{crc:08x}"
+
+
+def checksum(content: bytes) -> str:
+    """CRC-32 (of zlib and zip) of some bytes."""
+    return text_of(zlib.crc32(content))
+
+
+def write_checksums(folder: Path, data_sums: dict[str, str]) -> None:
+    """Write the sums of all that lies in `folder`; those of data files are given. An OSError where that fails."""
+    small = (path for path in folder.iterdir() if path.suffix != DATA_SUFFIX)
+    files = data_sums | {path.name: checksum(path.read_bytes()) for path in small}
+    values = {"algorithm": "crc32", "files": dict(sorted(files.items())), "files_checksum": _of_table(files)}
+    (folder / CHECKSUMS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _of_table(files: dict[str, str]) -> str:
+    return checksum(json.dumps(files, sort_keys=True).encode())
+
+
+def check_small_files(folder: Path) -> None:
+    """Raise a `CheckpointError`, naming the file and what to do, where a file that isn't tensors was changed."""
+    table = _read(folder / CHECKSUMS)
+    for name, expected in table.items():
+        path = folder / name
+        if path.suffix == DATA_SUFFIX:
+            continue
+        try:
+            found = checksum(path.read_bytes())
+        except OSError as error:
+            raise CheckpointError(f"{path}: {reason(error)}") from error
+        if found != expected:
+            raise CheckpointError(
+                f"{path} is damaged or was changed: its checksum is {found}, and {CHECKSUMS} says {expected}. Copy it "
+                f"anew from where it is whole, or load another checkpoint with --ckpt-step; after a change on purpose "
+                f"delete {folder / CHECKSUMS}"
+            )
+
+
+def _read(path: Path) -> dict[str, str]:
+    """The sum of each file; none where there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        files = values["files"]
+        if values["files_checksum"] != _of_table(files) or any(Path(name).name != name for name in files):
+            raise ValueError("its own checksum is wrong")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged ({reason(error)}): copy it anew from where it is whole, or load another checkpoint "
+            "with --ckpt-step"
+        ) from error
+    return dict(files)

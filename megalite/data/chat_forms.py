@@ -1,0 +1,173 @@
+"""The forms in which files hold conversations and answers, as one: messages of role and content.
+
+The key idea: every key of a message is read, means nothing because it is null, or is refused. A key that was ignored
+would train something else than its writer meant.
+
+| form | keys of a line |
+|---|---|
+| OpenAI | `messages` of `role` and `content`; perhaps `tools` |
+| ShareGPT | `conversations` of `from` and `value`; perhaps `system`, `tools` |
+| Alpaca | `instruction`, perhaps `input`, and `output`; perhaps `system` |
+| a pair | `prompt` and `completion`: text without a template |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megalite.data.jsonl import Line, shown
+
+ROLES = ("system", "user", "assistant", "tool")
+FORMS = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "instruction and output": ("instruction", "output"),
+    "prompt and completion": ("prompt", "completion"),
+}
+PAIR = "prompt and completion"
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "weight", "train")
+_SENDERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """messages: of role and content. trained: the numbers of those whose answers count."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    trained: list[int]
+
+
+def form_of(line: Line) -> str:
+    """Which of FORMS a line has. Raises UserError where it has none or several."""
+    found = [form for form, keys in FORMS.items() if line.value.keys() >= set(keys)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise line.error(f"it has {' and also '.join(found)}: leave all but one of the forms out")
+    there = ", ".join(list(line.value)[:8]) or "none"
+    hint = "; labels are for --task classification" if "label" in line.value else ""
+    raise line.error(
+        f"messages, conversations, instruction and output, or prompt and completion are needed; the line's keys: "
+        f"{there}{hint}"
+    )
+
+
+def conversation_of(line: Line, form: str, reads: Callable[[str], bool]) -> Conversation | None:
+    """The conversation of a line of one of the forms other than PAIR. None for Alpaca's lines without an output, of
+    which its published files have some.
+
+    reads: whether the chat template makes use of a key of messages. Raises UserError with file and line.
+    """
+    value = line.value
+    if form == "messages":
+        messages = _list_of(line, "messages", "role and content")
+    elif form == "conversations":
+        messages = [_message_from(line, turn) for turn in _list_of(line, "conversations", "from and value")]
+    elif not _text(line, "output").strip():
+        return None
+    else:
+        messages = _exchange(line)
+    tools, system = value.get("tools"), value.get("system")
+    if tools is not None and not isinstance(tools, list):
+        raise line.error(f"tools must be a list, not {shown(tools)}")
+    if system:
+        if isinstance(messages[0], dict) and messages[0].get("role") == "system":
+            raise line.error("it has the key system and also a first message of the role system: leave one out")
+        messages = [{"role": "system", "content": _text(line, "system")}, *messages]
+    checked = [_checked(line, number, message, reads) for number, message in enumerate(messages, start=1)]
+    trained = [n for n, (message, counts) in enumerate(checked) if message["role"] == "assistant" and counts]
+    return Conversation([message for message, _ in checked], tools, trained)
+
+
+def pair_of(line: Line) -> tuple[str, str]:
+    """Prompt and completion of a line that has both."""
+    completion = _text(line, "completion")
+    if not completion.strip():
+        raise line.error("the completion is empty")
+    return _text(line, "prompt"), completion
+
+
+def _text(line: Line, key: str) -> str:
+    value = line.value[key]
+    if not isinstance(value, str):
+        raise line.error(f"{key} must be a string, not {shown(value)}")
+    return value
+
+
+def _list_of(line: Line, key: str, keys: str) -> list[Any]:
+    value = line.value[key]
+    if not isinstance(value, list) or not value:
+        raise line.error(f"{key} must be a list of objects with {keys}, not {shown(value)}")
+    return value
+
+
+def _message_from(line: Line, turn: Any) -> Any:
+    """A message of one of ShareGPT's turns. Some files have role and content there; those stay as they are."""
+    if not isinstance(turn, dict) or "role" in turn:
+        return turn
+    sender = turn.get("from")
+    if not isinstance(sender, str) or sender not in _SENDERS:
+        raise line.error(f"conversations has a turn from {shown(sender)}; known are {', '.join(_SENDERS)}")
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return {"role": _SENDERS[sender], "content": turn.get("value"), **rest}
+
+
+def _exchange(line: Line) -> list[Any]:
+    """Question and answer of an Alpaca line; its input stands below the instruction."""
+    if line.value.get("history"):
+        raise line.error("history isn't read: write the earlier turns as messages of role and content")
+    question = _text(line, "instruction")
+    if line.value.get("input"):
+        question += "\n" + _text(line, "input")
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(line, "output")}]
+
+
+def _checked(line: Line, number: int, message: Any, reads: Callable[[str], bool]) -> tuple[dict[str, Any], bool]:
+    """A message without what is said of its training, and whether it counts."""
+    if not isinstance(message, dict):
+        raise line.error(f"message {number} must be an object with role and content, not {shown(message)}")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        problem = f"has the role {shown(role)}" if "role" in message else "has no role"
+        raise line.error(f"message {number} {problem}; known are {', '.join(ROLES)}")
+    for key, value in message.items():
+        if key not in _KEYS and value is not None and not reads(key):
+            raise line.error(
+                f"message {number} has the key {shown(key)}, which nothing reads; known are {', '.join(_KEYS)}, and "
+                'what the chat template reads. An answer stays out of the loss with "weight": 0 or "train": false'
+            )
+    counts = _counts(line, number, message)
+    calls = role == "assistant" and message.get("tool_calls")
+    if not (calls and content is None) and not isinstance(content, str):
+        raise line.error(f"the content of message {number} ({role}) must be a string, not {shown(content)}")
+    if role == "assistant" and not calls and not (content or "").strip():
+        raise line.error(f"message {number} is an empty answer")
+    return {key: value for key, value in message.items() if key not in ("weight", "train")}, counts
+
+
+def _counts(line: Line, number: int, message: dict[str, Any]) -> bool:
+    """What `weight` (0 or 1) and `train` (true or false) say; True where neither is there."""
+    said = {key: message[key] for key in ("weight", "train") if message.get(key) is not None}
+    for key, value in said.items():
+        if value not in (0, 1):  # true and false are 1 and 0
+            raise line.error(f"the {key} of message {number} must be 0 or 1, or true or false, not {shown(value)}")
+        if value and message["role"] != "assistant":
+            raise line.error(
+                f"message {number} has the role {message['role']} and {key} {shown(value)}: only an assistant's "
+                "messages are trained"
+            )
+    if len({bool(value) for value in said.values()}) > 1:
+        raise line.error(f"weight and train of message {number} contradict each other")
+    return all(said.values())

@@ -1,0 +1,56 @@
+"""Jinja as Hugging Face's chat templates expect it, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from megalite.data.jsonl import NONCHARACTERS
+
+OPEN, CLOSE = NONCHARACTERS[2], NONCHARACTERS[3]  # around what `{% generation %}` encloses
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}`: marks what it encloses."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Macro) -> str:
+        return f"{OPEN}{caller()}{CLOSE}"
+
+
+def template_environment() -> Environment:
+    """Jinja with the settings, filters and functions that Hugging Face's templates are written for. `strftime_now`
+    isn't there: what is trained on must not depend on the day."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is; Jinja's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,34 @@
+"""The folders that a run writes belong to it while it lives.
+
+Key idea: two runs that save into one folder destroy each other's files, so the second is refused before it has built
+anything. The first rank alone writes there what isn't a tensor, so it alone is the owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from megalite.checkpoint.errors import on_first_rank
+from megalite.config.schema import RunConfig
+from megalite.distributed.mesh import Mesh
+from megalite.files.owner import OWNER, owning
+
+
+@contextmanager
+def owned_outputs(config: RunConfig, mesh: Mesh) -> Iterator[None]:
+    """While the block runs, the folders of `--save` and `--save-adapter` belong to this run. Collective over the world.
+
+    All ranks raise the same `CheckpointError`, which names the other run, where one lives that has such a folder.
+    """
+    given = {"--save": config.checkpoint.save, "--save-adapter": config.peft.save_adapter}
+    folders = {Path(folder).resolve(): f"{flag} {folder}" for flag, folder in given.items() if folder is not None}
+    with ExitStack() as owned:
+
+        def claim() -> None:
+            for folder, flag in folders.items():
+                owned.enter_context(owning(folder / OWNER, flag))
+
+        on_first_rank(claim, mesh.world)
+        yield

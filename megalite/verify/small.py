@@ -1,0 +1,155 @@
+"""Small runs in place of big ones: network, layout, batch and data of the same structure, in seconds on CPUs.
+
+Key idea: a fault of a layout shows as soon as an axis is there at all, so each axis keeps the least that shows it.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+from megalite.config.errors import FlagError
+from megalite.config.resolve import parse_window, pipeline_units, virtual_stages
+from megalite.config.schema import CheckpointConfig, LayoutConfig, RunConfig, TokenizerConfig
+from megalite.config.schema_finetune import FinetuneConfig
+from megalite.verify.configs import WHERE_NOT_HOW
+from megalite.verify.replace import use_made_data
+from megalite.verify.samples import write_samples
+
+_VIRTUAL = ("prefix", "prompt")
+_SMALL_VOCABULARY = 130
+
+_TENSOR, _STAGES, _CHUNKS = 2, 4, 2  # four stages: the first, the last, and two that pass on to each other
+_LAPTOP = 8  # processes
+
+
+def small_layout(config: RunConfig) -> LayoutConfig:
+    """The least of each axis that still shows it. `config`: filled, maybe unresolved.
+
+    Tensor parallelism keeps two ranks, or four where ranks share one of several key/value heads; pipelines keep up to
+    four stages, two where eight processes allow no more; virtual stages two chunks.
+    """
+    layout, model = copy.deepcopy(config.layout), config.model
+    groups = model.num_query_groups if model.group_query_attention else model.num_attention_heads or 1
+    shares_heads = layout.tensor_model_parallel_size > groups > 1
+    layout.tensor_model_parallel_size = min(layout.tensor_model_parallel_size, 2 * _TENSOR if shares_heads else _TENSOR)
+    layout.context_parallel_size = min(layout.context_parallel_size, 2)
+    others = layout.tensor_model_parallel_size * layout.context_parallel_size * (2 if shards(config) else 1)
+    stages = _STAGES if others * _STAGES <= _LAPTOP else 2
+    chunks = min(virtual_stages(config), _CHUNKS)
+    layout.pipeline_model_parallel_size = min(layout.pipeline_model_parallel_size, stages)
+    layout.num_layers_per_virtual_pipeline_stage = None
+    layout.num_virtual_stages_per_pipeline_rank = chunks if chunks > 1 else None
+    return layout
+
+
+def shards(config: RunConfig) -> bool:
+    """Whether data-parallel ranks share out state."""
+    strategy = config.layout.data_parallel_sharding_strategy
+    return config.layout.use_distributed_optimizer or strategy not in (None, "no_shard")
+
+
+def shrink(
+    config: RunConfig, data_parallel_size: int, folder: Path | None = None, layout: LayoutConfig | None = None
+) -> RunConfig:
+    """A network and batch of seconds in place of the given, with the same structure: kinds of layer, ratio of heads to
+    groups, positions, biases, dropout, kind of adapter and its targets. Random weights; data from a rule, that of
+    fine-tuning in `folder`. `config`: resolved. `layout`: in place of the given; None: that, with the same chunks."""
+    given, config = config, copy.deepcopy(config)
+    if layout is not None:
+        config.layout = copy.deepcopy(layout)
+    model, training, rate = config.model, config.training, config.learning_rate
+    tp, pp = config.layout.tensor_model_parallel_size, config.layout.pipeline_model_parallel_size
+    assert model.num_attention_heads
+    _small_heads(config, copied=given.layout.tensor_model_parallel_size > model.num_query_groups)
+    _small_stages(config, given)
+    _small_batch(config, 16 * tp * config.layout.context_parallel_size, folder)
+    training.micro_batch_size = min(training.micro_batch_size or 1, 2)
+    training.global_batch_size = training.micro_batch_size * data_parallel_size * 2 * pp
+    # In the few steps of a proof a warm-up of a real run's length would leave the weights where they are.
+    rate.lr_warmup_iters, rate.lr_warmup_samples, rate.lr_warmup_fraction = 0, 0, None
+    return config
+
+
+def _small_heads(config: RunConfig, *, copied: bool) -> None:
+    """Few heads of width 8. `copied`: more tensor-parallel ranks than key/value heads, which hold copies of them."""
+    model, tp = config.model, config.layout.tensor_model_parallel_size
+    assert model.num_attention_heads
+    share = min(model.num_attention_heads // model.num_query_groups, 4)
+    groups = min(model.num_query_groups, max(tp, 2))
+    if copied:
+        groups = min(groups, max(tp // 2, 1))
+        ranks = tp // groups  # that hold one key/value head
+        share = -(-share // ranks) * ranks
+    heads = groups * share
+    model.num_attention_heads, model.num_query_groups = heads, groups
+    model.hidden_size, model.kv_channels, model.ffn_hidden_size = 8 * heads, 8, 3 * 8 * heads
+
+
+def _small_stages(config: RunConfig, given: RunConfig) -> None:
+    """Two layers a chunk; on a first or last stage of a length of its own one or three, as it was shorter or longer."""
+    layout, chunks = config.layout, virtual_stages(config)
+    stages = layout.pipeline_model_parallel_size
+    names = [f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")]
+    ends = {name: getattr(given.layout, name) for name in names if getattr(given.layout, name) is not None}
+    counted = pipeline_units(given) - (given.model.num_layers or 0)
+    if ends:
+        rest, between = (given.model.num_layers or 0), given.layout.pipeline_model_parallel_size - len(ends)
+        usual = (rest - sum(ends.values())) / between if between else rest / len(ends)
+        for name, count in ends.items():
+            ends[name] = chunks * (2 + (count > usual) - (count < usual)) if count else 0
+            setattr(layout, name, ends[name])
+    config.model.num_layers = sum(ends.values()) + 2 * chunks * (stages - len(ends)) - counted
+    layout.num_layers_per_virtual_pipeline_stage = None
+    layout.num_virtual_stages_per_pipeline_rank = chunks if chunks > 1 else None
+
+
+def _small_batch(config: RunConfig, length: int, folder: Path | None) -> None:
+    """Sequences of `length` tokens from a rule, and a constant batch size."""
+    config.tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=_SMALL_VOCABULARY)
+    _small_finetuning(config, length, folder)
+    if config.finetune.sft_data is None:
+        use_made_data(config, _SMALL_VOCABULARY)
+    config.data.seq_length = length
+    virtual = config.peft.num_virtual_tokens if config.peft.peft in _VIRTUAL else 0
+    config.model.max_position_embeddings, config.model.model_vocab_size = length + virtual, None
+    if config.model.window_size is not None and parse_window(config.model.window_size)[0] >= 0:
+        config.model.window_size = f"{length // 4},0"  # narrow enough to matter
+    config.model.make_vocab_size_divisible_by = min(config.model.make_vocab_size_divisible_by, 8)
+    config.training.rampup_batch_size = config.training.step_batch_size_schedule = None
+    config.layout.microbatch_group_size_per_virtual_pipeline_stage = None
+
+
+def _small_finetuning(config: RunConfig, length: int, folder: Path | None) -> None:
+    """Weights from nowhere, samples from a rule in `folder`, and an adapter of the same kind."""
+    given, peft = config.finetune, config.peft
+    if peft.load_adapter is not None:
+        raise FlagError(
+            f"--load-adapter {peft.load_adapter} doesn't fit a small network: name its kind (--peft) and what it is "
+            "beside (--lora-target-modules) instead"
+        )
+    config.checkpoint, config.finetune = CheckpointConfig(), FinetuneConfig(task=given.task)
+    if given.sft_data is not None:
+        assert folder is not None
+        path = write_samples(folder, given.task or "sft", length=length, vocab_size=_SMALL_VOCABULARY)
+        config.finetune.sft_data, config.finetune.sft_packing = [path], given.sft_packing
+    if peft.peft in _VIRTUAL:  # with sequence parallelism a prompt is cut over up to so many ranks
+        peft.num_virtual_tokens = 4 * config.layout.tensor_model_parallel_size
+    if peft.prompt_init_text is not None:
+        peft.prompt_init_text = "3 1 4"
+
+
+def for_matrix(config: RunConfig, folder: Path | None = None) -> RunConfig:
+    """A small network of the given kinds of layer that every layout of up to TP 4 x PP 4 x VPP 2 x DP 2 can run.
+
+    Grouped queries get two groups, fewer than TP 4, so that keys and values are copied there. `folder`: as in `shrink`.
+    """
+    config = copy.deepcopy(config)
+    model = config.model
+    config.layout = LayoutConfig(**{name: getattr(config.layout, name) for name in WHERE_NOT_HOW})
+    model.num_layers, model.num_attention_heads, model.hidden_size = 8, 4, 32
+    model.num_query_groups = 2 if model.group_query_attention else 1
+    model.ffn_hidden_size, model.kv_channels = 96, 8
+    _small_batch(config, 16, folder)
+    config.training.micro_batch_size, config.training.global_batch_size = 1, 8
+    return config
