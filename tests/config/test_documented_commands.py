@@ -22,7 +22,7 @@ PAGES = sorted(
     for pattern in ("README*.md", "docs/finetuning.md", "docs/zh/*.md", "examples/**/*.md", "examples/**/*.sh")
     for path in ROOT.glob(pattern)
 )
-CODE = re.compile(r"^```(?:sh|text)\n(.*?)^```$|((?:^    .*\n)+)", flags=re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^```(?:sh|text)\n(.*?)^```$|((?:^    [^\n]*\n)+)", flags=re.MULTILINE | re.DOTALL)
 QUOTED_FLAG = re.compile(r"`(--[a-z][a-z0-9_-]*)")
 PROGRAM = re.compile(r"(?:^|/)((?:pretrain_gpt|finetune|tools/\w+)\.py)$")
 OF_OTHER_PROGRAMS = {"--logdir", "--help", "--standalone", "--nproc-per-node", "--install"}
