@@ -39,7 +39,7 @@ done
 "$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" pretrain_gpt.py \
     @examples/chinese/model.args --train-iters "$steps" $tokenizer \
     --train-data-path "$folder/train_text_document" --valid-data-path "$folder/valid_text_document" \
-    --save "$folder/checkpoint" --load "$folder/checkpoint" --metrics-file "$folder/metrics.jsonl" \
+    --save "$folder/checkpoint" --load "$folder/checkpoint" --save-interval 100 --metrics-file "$folder/metrics.jsonl" \
     --exit-signal-handler
 
 echo "for comparison, a model that counts pairs of tokens, on the same held-out text:"

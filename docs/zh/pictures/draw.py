@@ -72,7 +72,7 @@ def sharding() -> None:
     figure = Figure(figsize=(8, 2.8), layout="constrained")
     ax = figure.subplots()
     colors = ("#7fb2e5", "#8cc08a", "#f2b36b", "#c9a7d8")
-    for row, (strategy, cut) in enumerate(CUT.items()):
+    for row, cut in enumerate(CUT.values()):
         left = 0.0
         for kind, ((label, size), color) in enumerate(zip(STATE.items(), colors, strict=True)):
             width = size / ranks if kind in cut else size
