@@ -15,7 +15,8 @@ from megalite.config.schema import RunConfig
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHARED = {"llama_common.args"}  # included by others
 # Flags that a program adds to an example.
-ADDED = {"quickstart.args": ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "130"]}
+MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "130"]
+ADDED = {"quickstart.args": MOCK, "chinese/model.args": MOCK}
 RUNS = sorted(path.name for path in EXAMPLES.glob("*.args") if path.name not in SHARED)
 
 
@@ -28,7 +29,7 @@ def read(name: str) -> tuple[RunConfig, int, list[str]]:
     return config, int(found.group(1)), notes
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, "chinese/model.args"])
 def test_an_example_can_run_in_its_world(name: str) -> None:
     config, world_size, notes = read(name)
     assert check(config, world_size) == []

@@ -1,0 +1,126 @@
+"""What the documentation tells a reader to type is understood: the commands parse, and every flag it names exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megalite.checkpoint import options as conversion
+from megalite.config.entry import Loaders, read_config
+from megalite.config.errors import FlagError
+from megalite.config.fields import finetuning_sections
+from megalite.config.flags import FlagParser, build_parser, parse_namespace
+from tests.helpers import load_tool
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("README*.md", "docs/finetuning.md", "docs/zh/*.md", "examples/**/*.md", "examples/**/*.sh")
+    for path in ROOT.glob(pattern)
+)
+CODE = re.compile(r"^```(?:sh|text)\n(.*?)^```$|((?:^    [^\n]*\n)+)", flags=re.MULTILINE | re.DOTALL)
+QUOTED_FLAG = re.compile(r"`(--[a-z][a-z0-9_-]*)")
+PROGRAM = re.compile(r"(?:^|/)((?:pretrain_gpt|finetune|tools/\w+)\.py)$")
+OF_OTHER_PROGRAMS = {"--logdir", "--help", "--standalone", "--nproc-per-node", "--install"}
+
+
+@cache
+def parser_of(program: str, command: str) -> FlagParser | None:
+    """The parser of one of our programs; `command`: its next word. None for a program without flags."""
+    if program == "pretrain_gpt.py":
+        return build_parser(program, "d")
+    if program == "finetune.py":
+        return build_parser(program, "d", finetuning_sections(), megatron=True)
+    if program == "tools/convert_checkpoint.py":
+        return conversion.parser(command) if command in conversion.COMMANDS else None
+    module = load_tool(ROOT / program)
+    parser: FlagParser | None = module.parser() if hasattr(module, "parser") else None
+    return parser
+
+
+def commands(page: str) -> list[tuple[str, list[str]]]:
+    """(program, its words) of each line that starts one of our programs; continued lines are joined."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    if page.endswith(".md"):
+        text = "\n".join(fenced or indented for fenced, indented in CODE.findall(text))
+    found = []
+    for line in text.replace("\\\n", " ").splitlines():
+        if ".py" not in line or line.lstrip().startswith("#"):
+            continue
+        reader = shlex.shlex(line, posix=True, punctuation_chars=";|>")
+        reader.whitespace_split = True
+        try:
+            words = list(reader)
+        except ValueError:  # a quoted text that goes on in the next line
+            words = line.split()
+        for place, word in enumerate(words):
+            if program := PROGRAM.search(word):
+                found.append((program[1], words[place + 1 :]))
+                break
+    return found
+
+
+def exact(words: list[str]) -> bool:
+    """Whether a command can be parsed as it stands: no variable of a shell, nothing left out."""
+    return not any("$" in word or "..." in word or word in (";", "|", ">", ")") for word in words)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_parse(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for program, words in commands(page):
+        parser = parser_of(program, words[0] if words else "")
+        if parser is None or "--help" in words:
+            continue
+        if program == "tools/convert_checkpoint.py":
+            words = words[1:]
+        for word in words:
+            if word.startswith("--"):
+                assert parser.knows(word.split("=")[0]), f"{page}: {program} has no {word}"
+        if exact(words) and not any(word.startswith("@") and not Path(word[1:]).is_file() for word in words):
+            parse_namespace(parser, words)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.endswith(".md")])
+def test_every_flag_that_a_page_names_exists(page: str) -> None:
+    programs = ["pretrain_gpt.py", "finetune.py", *(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py"))]
+    parsers = [parser_of(program, "") for program in programs]
+    parsers += [conversion.parser(command) for command in conversion.COMMANDS]
+    named = set(QUOTED_FLAG.findall((ROOT / page).read_text(encoding="utf-8")))
+    known = {name for name in named if any(parser and parser.knows(name) for parser in parsers)}
+    assert named - known - OF_OTHER_PROGRAMS == set()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.endswith(".md")])
+def test_every_file_that_a_page_links_to_or_reads_flags_from_exists(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+    for _, words in commands(page):
+        files = [word[1:] for word in words if word.startswith("@examples/")]
+        assert all((ROOT / file).is_file() for file in files), f"{page}: {files}"
+
+
+# Commands behind the messages that docs/zh/errors.md explains.
+MISTAKES = [
+    "--hiden-size 3",
+    "--tensor-model-parallel-size 2",
+    "--num-attention-heads 3",
+    "--global-batch-size 7",
+    "--bf16 --fp16",
+    "--seq-length 128",
+    "--fp8-format hybrid",
+    "@examples/none.args",
+]
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_the_page_of_errors_quotes_messages_as_they_are(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(FlagError) as caught:
+        read_config(["@examples/tiny.args", *words.split()], "pretrain_gpt.py", "d", world_size=1, loaders=Loaders())
+    assert f"**`{caught.value}`**" in (ROOT / "docs/zh/errors.md").read_text(encoding="utf-8")
