@@ -69,14 +69,15 @@ class SampleCache:
             raise UserError(f"{path}: {error.strerror or error}") from None
 
     def _tokenizer_key(self) -> dict[str, Any]:
-        """What ids and templates depend on. Names of folders are no part of it, so that a copy is as good."""
+        """What ids and templates depend on. Names of folders are no part of it, so that a copy is as good; the order
+        of places is, since several may hold a file of one name."""
         given = (self.tokenizer.tokenizer_model, self.tokenizer.vocab_file, self.tokenizer.merge_file)
-        found: dict[str, str | None] = {}
+        found: list[tuple[str, str | None]] = []
         for place in dict.fromkeys([*filter(None, given), *self.places]):
             path = Path(place)
             inside = sorted(path.iterdir()) if path.is_dir() else [path]
             files = [file for file in inside if file.is_file() and file.suffix not in _WEIGHTS]
-            found |= {file.name: self.content(str(file)) for file in files}
+            found += [(file.name, self.content(str(file))) for file in files]
         flags = {name: value for name, value in asdict(self.tokenizer).items() if value not in given}
         return {"tokenizer": flags, "files": found, "libraries": {name: _version(name) for name in _LIBRARIES}}
 

@@ -22,8 +22,8 @@ from megalite.files.atomic import replacing
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step. `counted_tokens` those whose loss counts; `lm_loss` nats per such token; `learning_rate` the
-    one that this step used."""
+    """One training step. `counted_tokens` those whose loss counts; `lm_loss` nats per such token, NaN where there are
+    none; `learning_rate` the one that this step used."""
 
     iteration: int
     consumed_samples: int
@@ -56,8 +56,10 @@ class EvaluationRecord:
 
     @property
     def perplexity(self) -> float | None:
-        """None where the loss is of classes, which have none."""
-        return math.exp(min(20.0, self.lm_loss)) if self.of_tokens else None
+        """At most e^20, so that it is finite; NaN of NaN. None where the loss is of classes, which have none."""
+        if not self.of_tokens:
+            return None
+        return self.lm_loss if math.isnan(self.lm_loss) else math.exp(min(20.0, self.lm_loss))
 
 
 class Sink(Protocol):
@@ -91,7 +93,7 @@ class LogLines:
             )
         self.records.append(record)
         self.skipped += record.skipped
-        self.nans += math.isnan(record.lm_loss)
+        self.nans += record.counted_tokens > 0 and math.isnan(record.lm_loss)
         if self.first or record.iteration % self.config.logging.log_interval == 0:
             print(self._line(), flush=True)
             if record.largest_norms:
@@ -102,11 +104,7 @@ class LogLines:
 
     def _line(self) -> str:
         last, count = self.records[-1], len(self.records)
-        losses = [
-            record.lm_loss
-            for record in self.records
-            if math.isfinite(record.lm_loss) and not record.skipped and record.counted_tokens
-        ]
+        losses = [r.lm_loss for r in self.records if math.isfinite(r.lm_loss) and not r.skipped]
         parts = [
             f"iteration {last.iteration:8d}/{self.total:8d}",
             f"consumed samples: {last.consumed_samples:12d}",

@@ -55,7 +55,7 @@ from megalite.training.prompts import Continuations
 from megalite.training.report import opening_block, predicted_memory
 from megalite.training.signals import StopRequests
 from megalite.training.state import TrainingState
-from megalite.training.task import build_task_datasets, evaluation_prompts
+from megalite.training.task import build_task_datasets
 from megalite.training.timers import Timers
 from megalite.training.trainer import Trainer
 
@@ -244,13 +244,12 @@ class Run:
             self.state.best_valid_loss = loss
             self._write_adapter(self.adapter, directory)
             self.say(f"saved the adapter in {directory}: validation loss {loss:.6g} is the lowest so far")
-        texts = self.config.finetune.eval_prompt
-        if texts is not None:
-            prompts, ends = evaluation_prompts(self.config, self.prepared.tokenizer)
-            assert self.config.data.seq_length is not None
-            length = self.config.data.seq_length
-            written = Continuations(self.mesh, evaluator, self.prepared.tokenizer, prompts, ends, length).texts()
-            self.say_all([f"prompt: {text}\n  model: {answer}" for text, answer in zip(texts, written, strict=True)])
+        prompts, length = self.prepared.prompts, self.config.data.seq_length
+        if prompts is not None:
+            assert length is not None
+            written = Continuations(self.mesh, evaluator, self.prepared.tokenizer, prompts, length).texts()
+            pairs = zip(prompts.texts, written, strict=True)
+            self.say_all([f"prompt: {text}\n  model: {answer}" for text, answer in pairs])
 
     def _load_base(self) -> None:
         """The weights of `--load-hf`, where it is given."""
@@ -268,9 +267,11 @@ class Run:
         self.feed.close()
 
     def save(self) -> None:
-        """Write the adapter and a checkpoint of the present state, where they are asked for. Collective over the
-        world."""
-        self.save_adapter()  # first: a disk that is too full for a checkpoint may have room for it
+        """Write the adapter and a checkpoint of the present state, where they are asked for. After a skipped step
+        nothing older is replaced or deleted: it may be the last that is good. Collective over the world."""
+        good = self.state.skipped_in_a_row == 0
+        if good:
+            self.save_adapter()  # first: a disk that is too full for a checkpoint may have room for it
         config = self.config.checkpoint
         if config.save is None:
             return
@@ -283,7 +284,7 @@ class Run:
             training_state=resume.training_state(
                 self.config, self.state, self.optimizer, self.scaler, self.schedule, self.data_digests
             ),
-            retain=Retention.from_config(config),
+            retain=Retention.from_config(config) if good else Retention(),
         )
         self.say(f"saved {path}")
 

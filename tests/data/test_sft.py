@@ -187,6 +187,19 @@ def test_samples_are_tokenized_once_and_again_where_anything_changed(tmp_path: P
         rows(Deaf(99))
 
 
+def test_each_tokenizer_beside_one_base_has_samples_of_its_own(tmp_path: Path) -> None:
+    file = counting(tmp_path / "a.jsonl", [(2, 3)])
+    for name in ("one", "other", "base"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(name))
+    for name in ("one", "other"):
+        own = TokenizerConfig(tokenizer_model=str(tmp_path / name))
+        chosen = options(file, cache=SampleCache(str(tmp_path / "kept"), own, [str(tmp_path / "base")]))
+        with pytest.raises(AssertionError, match="tokenized again"):
+            build_sft_datasets(chosen, Deaf(99), None, (1, 0, 0))
+        build_sft_datasets(chosen, NULL, None, (1, 0, 0))
+
+
 def test_a_tokenizer_that_reads_no_special_tokens_works_with_the_built_in_template(tmp_path: Path) -> None:
     tokenizer = SentencePieceTokenizer(sentencepiece_model(tmp_path))
     file = write_lines(tmp_path / "a.jsonl", [{"messages": CONVERSATION}])
