@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from megalite.config.outputs import output_folders
 from megalite.config.schema import RunConfig
 from megalite.files.atomic import replacing
 
@@ -315,8 +316,7 @@ def check_sinks(config: RunConfig) -> list[str]:
         "--tensorboard-dir": logging.tensorboard_dir and Path(logging.tensorboard_dir),
         "--timeline": logging.timeline and Path(logging.timeline),
         "--dump-grads": config.training.dump_grads and Path(config.training.dump_grads),
-        "--save": config.checkpoint.save and Path(config.checkpoint.save),
-        "--save-adapter": config.peft.save_adapter and Path(config.peft.save_adapter),
+        **{flag: Path(folder) for flag, folder in output_folders(config).items()},
     }
     for flag, folder in folders.items():
         if isinstance(folder, Path) and (reason := _unwritable(folder)):

@@ -217,10 +217,10 @@ class Run:
         if directory is None or self.adapter is None or self._adapter_saved == self.state.iteration:
             return
         self._adapter_saved = self.state.iteration
-        self._write_adapter(self.adapter, directory)
+        self._write_adapter(self.adapter, "--save-adapter", directory)
         self.say(f"saved the adapter in {directory}")
 
-    def _write_adapter(self, adapter: AdapterPlan, directory: str) -> None:
+    def _write_adapter(self, adapter: AdapterPlan, flag: str, directory: str) -> None:
         base, trained = self.config.finetune.load_hf, self.config.checkpoint.pretrained_checkpoint
         root = None if trained is None else Path(trained)
         save_adapter(
@@ -234,6 +234,7 @@ class Run:
             base=None if base is None else published_name(base),
             class_names=self.classes,
             beside=lambda: companions(spoken_by(self.config), origin(root, self.config)),
+            flag=flag,
         )
 
     def _validated(self, loss: float, evaluator: Evaluator) -> None:
@@ -242,7 +243,7 @@ class Run:
         loss = broadcast_object(loss, self.mesh.world)  # so that all ranks agree
         if directory is not None and self.adapter is not None and loss < (math.inf if best is None else best):
             self.state.best_valid_loss = loss
-            self._write_adapter(self.adapter, directory)
+            self._write_adapter(self.adapter, "--save-best-adapter", directory)
             self.say(f"saved the adapter in {directory}: validation loss {loss:.6g} is the lowest so far")
         prompts, length = self.prepared.prompts, self.config.data.seq_length
         if prompts is not None:

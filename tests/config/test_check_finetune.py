@@ -163,7 +163,7 @@ def test_what_contradicts_a_classifier_is_refused(words: str, message: str) -> N
         ("--sft-valid-data b --eval-prompt x --eval-iters 0", "--eval-prompt needs evaluations"),
         ("--sft-valid-data b --save-best-adapter c", "--save-best-adapter c needs --peft lora, prefix or prompt"),
         (
-            "--sft-valid-data b --peft lora --save-adapter c --save-best-adapter c",
+            "--sft-valid-data b --peft lora --save-adapter c --save-best-adapter ./c/",
             "is the folder of --save-adapter: give it one of its own",
         ),
         ("--task classification --sft-valid-data b --eval-prompt x", "--eval-prompt x needs --task sft or lm"),

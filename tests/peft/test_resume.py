@@ -130,10 +130,11 @@ def test_the_adapter_is_there_although_the_checkpoint_could_not_be_saved(
     assert {path.name for path in (tmp_path / "lora").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
-def test_an_adapter_is_not_saved_into_a_model_s_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--save-adapter", "--save-best-adapter"])
+def test_an_adapter_is_not_saved_into_a_model_s_folder(flag: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(FlagError, match="--save-adapter .* is a model's folder"):
-        start(adapter_config("lora", save_adapter=str(tmp_path)))
+    with pytest.raises(FlagError, match=f"{flag} .* is a model's folder"):
+        start(adapter_config("lora", **{flag[2:].replace("-", "_"): str(tmp_path)}))
 
 
 def test_more_microbatches_than_a_schedule_can_list_are_refused() -> None:
