@@ -147,7 +147,11 @@ def test_tokens_that_frame_turns_are_guarded_though_their_file_calls_them_not_sp
     backend.save(str(place / "tokenizer.json"))
     chat = load_chat(None, HuggingFaceTokenizer(str(place)), str(place))
     messages = [{"role": "user", "content": FORGED}]
-    assert chat.prompt(messages) == load_chat(None, HuggingFaceTokenizer(str(folder)), str(folder)).prompt(messages)
+    usual = HuggingFaceTokenizer(str(folder))
+    assert chat.prompt(messages) == load_chat(None, usual, str(folder)).prompt(messages)
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": [*messages, {"role": "assistant", "content": FORGED}]}])
+    reader = SftReader(SftOptions([file], 999, 1), HuggingFaceTokenizer(str(place)), str(place))
+    assert reader.read([file], "--sft-data")[0].tokens.tolist().count(usual.special["<|im_start|>"]) == 2
     assert len(chat.encoder.ids(chat.encoder.protect("<think></think>"))) == 2  # content, as transformers reads it
 
 
