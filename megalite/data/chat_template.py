@@ -79,6 +79,18 @@ class ChatTemplate:
         """Whether the program mentions this key of a message."""
         return re.search(rf"\b{re.escape(key)}\b", self.source) is not None
 
+    def marks_of_turns(self, tokens: Collection[str]) -> set[str]:
+        """Those of some tokens that frame a message: it could forge a turn with them. They are what the template writes
+        for plain messages as well as for the next answer's beginning, and ends of text; one of both alone may be
+        content (`<think>`)."""
+        question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
+        try:
+            told = self.render([question, answer, question])
+            begun = self.render([question], add_generation_prompt=True)
+        except UserError:  # it refuses even the plainest conversation
+            told = begun = ""
+        return {token for token in tokens if (token in told and token in begun) or token in self.variables.values()}
+
     def samples(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, trained: Collection[int] | None = None
     ) -> list[list[Segment]]:
@@ -249,7 +261,7 @@ def load_chat(choice: str | None, tokenizer: Tokenizer, tokenizer_model: str | N
     if tokenizer_model is not None:
         folder = Path(tokenizer_model) if Path(tokenizer_model).is_dir() else Path(tokenizer_model).parent
     if choice == CHATML:
-        return Chat(_built_in(encoder), encoder)
+        return _chat(_CHATML_SOURCE, CHATML, _built_in_tokens(encoder), tokenizer)
     found = _own(folder) if choice is None else _from_file(Path(choice))
     if found is None:
         where = choice or (str(folder) if folder is not None else "this tokenizer")
@@ -258,15 +270,21 @@ def load_chat(choice: str | None, tokenizer: Tokenizer, tokenizer_model: str | N
             f"--chat-template {CHATML} or a file"
         )
     source, name = found
-    return Chat(ChatTemplate(source, name, _special_tokens(folder, encoder), encoder.protect), encoder)
+    return _chat(source, name, _special_tokens(folder, encoder), tokenizer)
 
 
-def _built_in(encoder: TextEncoder) -> ChatTemplate:
+def _chat(source: str, name: str, variables: Mapping[str, str], tokenizer: Tokenizer) -> Chat:
+    """For this chat, tokens that mark turns are special ones, whatever the tokenizer's files call them."""
+    marks = ChatTemplate(source, name, variables).marks_of_turns(tokenizer.added.keys() - tokenizer.special)
+    encoder = TextEncoder(tokenizer.with_special(marks))
+    return Chat(ChatTemplate(source, name, variables, encoder.protect), encoder)
+
+
+def _built_in_tokens(encoder: TextEncoder) -> dict[str, str]:
     tokenizer = encoder.tokenizer
     begins = tokenizer.bos is not None and encoder.prefix == [tokenizer.bos]
     one_id = len(encoder.ids("<|im_end|>")) == 1
-    variables = {"bos_token": BOS_SIGN if begins else "", "end_of_turn": "<|im_end|>" if one_id else EOD_SIGN}
-    return ChatTemplate(_CHATML_SOURCE, CHATML, variables, encoder.protect)
+    return {"bos_token": BOS_SIGN if begins else "", "end_of_turn": "<|im_end|>" if one_id else EOD_SIGN}
 
 
 def _own(folder: Path | None) -> tuple[str, str] | None:

@@ -100,8 +100,8 @@ def _read(
         return data.tokens, data.counted, data.begins, data.origins, np.frombuffer(text, np.uint8), np.array([cut])
 
     kept = ("tokens", "counted", "begins", "origins", "labels", "cut")
-    key = {"seq_length": seq_length, "names": names}
-    arrays = build() if cache is None else cache.arrays("labels", paths, key, kept, build, notes)
+    key = {"seq_length": seq_length, "labels": names}
+    arrays = build() if cache is None else cache.arrays(tokenizer, paths, key, kept, build, notes)
     return TokenSequences(*arrays[:4]), json.loads(arrays[4].tobytes()), int(arrays[5][0])
 
 

@@ -42,7 +42,7 @@ def sft_options(config: RunConfig) -> SftOptions:
         packing=finetune.sft_packing,
         long_answers=finetune.sft_long_answers,
         chat_template=finetune.chat_template,
-        cache=SampleCache(config.data.data_cache_path, config.tokenizer, list(filter(None, [finetune.load_hf]))),
+        cache=SampleCache(config.data.data_cache_path),
     )
 
 

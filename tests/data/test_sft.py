@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,13 +14,14 @@ import pytest
 
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
+from megalite.data.chat_forms import PAIR
 from megalite.data.document_mask import SampleSource
 from megalite.data.loader import microbatch_iterator
 from megalite.data.packing import RowDataset
 from megalite.data.sample_cache import SampleCache
 from megalite.data.sft import SftOptions, SftReader, build_sft_datasets, check_sft, hold_out
 from megalite.data.tokenizer_base import Tokenizer
-from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer
+from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer, build_tokenizer
 from tests.data.chat_files import CONVERSATION, REASONING_TEMPLATE, chat_tokenizer, pairs, write_lines
 from tests.data.corpora import sentencepiece_model
 
@@ -163,9 +165,7 @@ class Deaf(NullTokenizer):
 
 def test_samples_are_tokenized_once_and_again_where_anything_changed(tmp_path: Path) -> None:
     file = counting(tmp_path / "a.jsonl", [(2, 3), (1, 2)])
-    (tmp_path / "tokenizer.json").write_text("{}")
-    cache = SampleCache(str(tmp_path / "kept"), TokenizerConfig(tokenizer_model=str(tmp_path)), [])
-    chosen = options(file, cache=cache)
+    chosen = options(file, cache=SampleCache(str(tmp_path / "kept")))
 
     def rows(tokenizer: Tokenizer, **changes: Any) -> tuple[list[list[int]], list[str]]:
         data = build_sft_datasets(replace(chosen, **changes), tokenizer, None, (1, 0, 0))
@@ -177,27 +177,55 @@ def test_samples_are_tokenized_once_and_again_where_anything_changed(tmp_path: P
     with pytest.raises(AssertionError, match="tokenized again"):
         rows(Deaf(99), seq_length=63)
     with pytest.raises(AssertionError, match="tokenized again"):
-        rows(Deaf(99), cache=replace(cache, tokenizer=replace(cache.tokenizer, vocab_size=5)))
-    (tmp_path / "tokenizer.json").write_text("{ }")
-    with pytest.raises(AssertionError, match="tokenized again"):
-        rows(Deaf(99))
-    rows(NULL)
+        rows(Deaf(98))
     counting(tmp_path / "a.jsonl", [(2, 3), (1, 3)])
     with pytest.raises(AssertionError, match="tokenized again"):
         rows(Deaf(99))
 
 
-def test_each_tokenizer_beside_one_base_has_samples_of_its_own(tmp_path: Path) -> None:
-    file = counting(tmp_path / "a.jsonl", [(2, 3)])
-    for name in ("one", "other", "base"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "tokenizer.json").write_text(json.dumps(name))
-    for name in ("one", "other"):
-        own = TokenizerConfig(tokenizer_model=str(tmp_path / name))
-        chosen = options(file, cache=SampleCache(str(tmp_path / "kept"), own, [str(tmp_path / "base")]))
-        with pytest.raises(AssertionError, match="tokenized again"):
-            build_sft_datasets(chosen, Deaf(99), None, (1, 0, 0))
-        build_sft_datasets(chosen, NULL, None, (1, 0, 0))
+def test_kept_samples_are_those_of_the_tokenizer_and_template_that_are_loaded(
+    tmp_path: Path, chat_folder: Path
+) -> None:
+    """Whatever files they come from: those beside a file that was named count, and those of other models don't."""
+    place = shutil.copytree(chat_folder, tmp_path / "tokenizer")
+    lines = [{"messages": CONVERSATION}, {"prompt": "a <|im_end|> b", "completion": "c"}]
+    chosen = options(write_lines(tmp_path / "a.jsonl", lines), seq_length=400)
+    kept = replace(chosen, cache=SampleCache(str(tmp_path / "kept")))
+
+    def files_after_reading(parse: bool = False) -> int:
+        model = str(place / "tokenizer.json")
+        tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", model, parse_special_tokens=parse))
+        found, truth = (build_sft_datasets(each, tokenizer, model, (1, 0, 0)) for each in (kept, chosen))
+        assert labels(rows_of(found.train)) == labels(rows_of(truth.train))
+        return len(list((tmp_path / "kept").iterdir()))
+
+    one = files_after_reading()
+    assert one > 0
+    (place / "config.json").write_text("{}")
+    (place / "README.md").write_text("new")
+    settings = json.loads((place / "tokenizer_config.json").read_text())
+    (place / "chat_template.jinja").write_text(settings["chat_template"])  # the same from another file
+    assert files_after_reading() == one
+    (place / "chat_template.jinja").write_text("{# new #}" + settings["chat_template"])
+    assert files_after_reading() == 2 * one
+    (place / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|endoftext|>"}))
+    assert files_after_reading() == 3 * one
+    assert files_after_reading(parse=True) == 4 * one
+    shutil.rmtree(place)
+    chat_tokenizer(place).joinpath("tokenizer.json").write_text(
+        (chat_folder / "tokenizer.json").read_text().replace('"<|begin|>"', '"<|began|>"')
+    )
+    assert files_after_reading() == 5 * one
+
+
+def test_a_prompt_to_evaluate_is_plain_text_as_in_training(tmp_path: Path, chat_folder: Path) -> None:
+    text = "a<|im_end|>b"
+    file = write_lines(tmp_path / "a.jsonl", [{"prompt": text, "completion": "c"}])
+    reader = SftReader(options(file), HuggingFaceTokenizer(str(chat_folder)), str(chat_folder))
+    data, _ = reader.read([file], "--sft-data")
+    prompt = reader.prompt(text, PAIR)
+    assert prompt == data.tokens[: len(prompt)].tolist()
+    assert len(data.tokens) == len(prompt) + 2
 
 
 def test_a_tokenizer_that_reads_no_special_tokens_works_with_the_built_in_template(tmp_path: Path) -> None:
