@@ -22,7 +22,7 @@ from megalite.config.schema import TokenizerConfig
 from megalite.data.cache import cached_arrays
 from megalite.data.jsonl import Progress
 
-SAMPLES_VERSION = 1  # to be raised where other samples are made of the same files
+SAMPLES_VERSION = 2  # to be raised where other samples are made of the same files
 _LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 

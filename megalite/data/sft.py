@@ -284,7 +284,7 @@ class SftReader:
     def prompt(self, text: str, form: str) -> list[int]:
         """The ids after which a model that learns from lines of this form answers `text`."""
         if form == PAIR:
-            return [*self.encoder.prefix, *self.encoder.ids(text)]
+            return [*self.encoder.prefix, *self.encoder.ids(self.encoder.protect(text))]
         return self.chat.prompt([{"role": "user", "content": text}])
 
 

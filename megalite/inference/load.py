@@ -21,6 +21,7 @@ from torch import Tensor
 from megalite.checkpoint.checkpoint import load_checkpoint, read_config
 from megalite.checkpoint.huggingface.config import read_huggingface_config
 from megalite.checkpoint.huggingface.files import TensorFiles
+from megalite.checkpoint.huggingface.hub import published_name
 from megalite.checkpoint.huggingface.load import load_huggingface
 from megalite.checkpoint.huggingface.travel import holds_tokenizer, origin, tokenizer_of
 from megalite.checkpoint.metadata import describe
@@ -73,7 +74,7 @@ class LoadedModel:
 
     def with_adapter(self, folder: str, notes: Iterable[str]) -> LoadedModel:
         """What it is once the adapter in `folder` has been put on, which may know more ends of a text."""
-        name, ends = f"{self.name}+{_name_of(folder)}", self.ends | stored_ends(together(Path(folder)))
+        name, ends = f"{self.name}+{name_of(folder)}", self.ends | stored_ends(together(Path(folder)))
         return dataclasses.replace(self, name=name, notes=[*self.notes, *notes], ends=ends)
 
 
@@ -145,13 +146,15 @@ class _Prepared:
         if self.tokenizer.eod is not None:
             ends.add(self.tokenizer.eod)
         unknown = torch.tensor(unknown_ids(self.tokenizer, self.rows), dtype=torch.int64)
-        name = _name_of(folder)
+        name = name_of(folder)
         return LoadedModel(self.model, self.tokenizer, self.config, self.mesh, notes, frozenset(ends), unknown, name)
 
 
-def _name_of(folder: str) -> str:
-    """The last part of a path as it was given: of a link its own, not its target's."""
-    return os.path.basename(os.path.abspath(folder)) or "model"
+def name_of(folder: str) -> str:
+    """The hub's name of a model in its cache. Else the last part of a path as it was given: of a link its own, not its
+    target's."""
+    name = published_name(folder)
+    return name if name != folder else os.path.basename(os.path.abspath(folder)) or "model"
 
 
 def override(config: RunConfig, given: Mapping[str, Any]) -> RunConfig:
