@@ -23,7 +23,7 @@ from megalite.checkpoint.huggingface.config import read_huggingface_config
 from megalite.checkpoint.huggingface.files import TensorFiles
 from megalite.checkpoint.huggingface.hub import published_name
 from megalite.checkpoint.huggingface.load import load_huggingface
-from megalite.checkpoint.huggingface.travel import holds_tokenizer, origin, tokenizer_of
+from megalite.checkpoint.huggingface.travel import FOLDER, origin, shares_ids, tokenizer_of, use_kept
 from megalite.checkpoint.metadata import describe
 from megalite.checkpoint.storage import CONFIG_FILE, find_checkpoint, read_json
 from megalite.config.errors import FlagError, UserError
@@ -88,10 +88,12 @@ def load_for_generation(root: str, *, step: int | None = None, given: Mapping[st
     found = find_checkpoint(Path(root), step)
     if found is None:
         raise UserError(f"--load {root}: there is no checkpoint in this folder")
-    config = override(read_config(found.path), given or {})
+    config = read_config(found.path)
+    use_kept(config, Path(root))
+    config = override(config, given or {})
     embedding = describe(found.path).get(EMBEDDING_KEY)
     _check_kind(found.path, config, whole_model=embedding is not None)
-    source = origin(Path(root), config)
+    source = Path(root, FOLDER) if Path(root, FOLDER).is_dir() else origin(config)
     prepared = _Prepared(config, str(found.path), None if embedding is None else embedding.shape[0], source)
     load_checkpoint(found.path, mesh=prepared.mesh, pieces=prepared.pieces(), strict=True)
     notes = [found.note] if found.note else []
@@ -141,7 +143,7 @@ class _Prepared:
         """`notes`: the last one names what was loaded."""
         precision = Precision.from_config(self.config.precision).name
         notes[-1] += f", {precision} on {self.mesh.device}"
-        own = self.source is not None and holds_tokenizer(self.source, self.config.tokenizer)
+        own = self.source is not None and shares_ids(self.source, self.config.tokenizer)
         ends = stored_ends(self.source) if own else set()
         if self.tokenizer.eod is not None:
             ends.add(self.tokenizer.eod)
