@@ -7,7 +7,7 @@ did. Tensors go through torch.distributed.checkpoint in global coordinates; all 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from megalite.checkpoint import storage
 from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
+from megalite.checkpoint.huggingface.travel import keep
 from megalite.checkpoint.metadata import Index, check_files, read_index
 from megalite.checkpoint.planner import STATE_PREFIX, ReadPlan, owned_chunks, parameter_name, plan_reads
 from megalite.checkpoint.shards import read_shards, write_shards
@@ -49,11 +50,13 @@ def save_checkpoint(
     config: RunConfig,
     training_state: dict[str, Any],
     retain: Retention,
+    beside: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write `root/iter_0000100/` and, last, the tracker; then delete what `retain` lets go of. Collective (world).
 
     `pieces`: all that this rank holds, parameters and optimizer state, named by their keys; in the same order on all
-    replicas. `config` and `training_state` (JSON-ready) are taken from rank 0. Where any rank fails all raise
+    replicas. `config`, `training_state` (JSON-ready) and `beside`, the small files to keep in `root` that the model was
+    trained with (None: those there stay), are taken from rank 0. Where any rank fails all raise
     the same `CheckpointError`, nothing of the attempt stays, and the checkpoints before it are as they were.
     Returns the new folder.
     """
@@ -69,6 +72,7 @@ def save_checkpoint(
         agree(attempt(lambda: _see(folder)), mesh.world)
         write_shards(folder, owned_chunks(pieces, mesh), mesh.world)
         on_first_rank(lambda: storage.write_documents(folder, texts), mesh.world)
+        on_first_rank(lambda: keep(root, beside or {}), mesh.world)
         on_first_rank(lambda: storage.commit(root, iteration), mesh.world)
     except CheckpointError as error:  # on all ranks alike
         if begun:

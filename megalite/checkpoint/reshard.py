@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megalite.checkpoint import storage
 from megalite.checkpoint.errors import CheckpointError, reason
-from megalite.checkpoint.huggingface.travel import FOLDER, copy_small_files
+from megalite.checkpoint.huggingface.travel import FOLDER, read_small_files, write_small_files
 from megalite.checkpoint.metadata import check_files, read_index
 from megalite.checkpoint.shards import write_shards
 from megalite.checkpoint.storage import CheckpointDirectory
@@ -38,7 +38,7 @@ def reshard(source: CheckpointDirectory, root: Path, *, files: int = 1) -> Path:
         write_shards(folder, chunks, single_process_mesh().world, files=files)
         storage.write_documents(folder, {name: _text(source.path / name) for name in storage.DOCUMENTS})
         if kept.is_dir():
-            copy_small_files(kept, root / FOLDER, config=True)
+            write_small_files(root / FOLDER, read_small_files(kept))
     return root / storage.directory_name(source.iteration)
 
 

@@ -33,6 +33,7 @@ CHATML = "chatml"  # the name of the built-in template
 
 Message = Mapping[str, Any]
 _MARKED = re.compile(f"([{OPEN}{CLOSE}])")
+_LONGEST_END = 64  # characters of the token that ends a turn
 _PROBE = "answer0417"  # content that no template writes itself
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -52,14 +53,22 @@ class UnstableTemplateError(UserError):
 
 class ChatTemplate:
     """Writes conversations. `name`: for messages. `variables`: what the program sees besides the conversation, such as
-    `eos_token`. `protect`: see `TextEncoder.protect`; what messages and tools say is written through it.
+    `eos_token`. `protect`: see `TextEncoder.protect`; what messages and tools say is written through it. `stops`: see
+    `TextEncoder.stops`; an answer that doesn't end so gets an EOD.
 
     A message is an object with `role` and `content`, and whatever else the template knows (`tool_calls`, ...).
     """
 
-    def __init__(self, source: str, name: str, variables: Mapping[str, str], protect: Callable[[str], str] = str):
+    def __init__(
+        self,
+        source: str,
+        name: str,
+        variables: Mapping[str, str],
+        protect: Callable[[str], str] = str,
+        stops: Callable[[str], bool] = bool,
+    ):
         """Raises UserError where `source` isn't a template."""
-        self.name, self.source, self.variables, self._protect = name, source, variables, protect
+        self.name, self.source, self.variables, self._protect, self._stops = name, source, variables, protect, stops
         self.marks_answers = _GENERATION_TAG.search(source) is not None
         try:
             self._template = template_environment().from_string(source, globals=dict(variables))
@@ -176,11 +185,13 @@ class ChatTemplate:
         return result
 
     def _is_closed(self, answer: str) -> bool:
-        """Whether the text of an answer, as the template writes it, ends with an end of turn."""
+        """Whether the text of an answer, as the template writes it, ends with an end of turn at which generation can
+        stop."""
         if self._end_of_turn is None:
-            return True
-        ends = tuple(end for end in (self._end_of_turn, self.variables.get("eos_token", "").lower(), EOD_SIGN) if end)
-        return answer.lower().endswith(ends)
+            return self._stops(answer[-_LONGEST_END:])
+        ends = (self._end_of_turn, self.variables.get("eos_token", "").lower(), EOD_SIGN)
+        end = next((end for end in ends if end and answer.lower().endswith(end)), "")
+        return end != "" and self._stops(answer[-len(end) :])
 
     @cached_property
     def _end_of_turn(self) -> str | None:
@@ -246,7 +257,8 @@ class Chat:
     def end_of_turn(self) -> int:
         """The id that ends an answer: generation stops there."""
         messages = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}]
-        return self.encoder.encode(self.template.segments(messages))[-1].ids[-1]
+        last = self.encoder.encode(self.template.segments(messages))[-1].ids[-1]
+        return last if self.encoder.tokenizer.is_control(last) else self.encoder.ids(EOD_SIGN)[0]
 
 
 def load_chat(choice: str | None, tokenizer: Tokenizer, tokenizer_model: str | None) -> Chat:
@@ -277,7 +289,7 @@ def _chat(source: str, name: str, variables: Mapping[str, str], tokenizer: Token
     """For this chat, tokens that mark turns are special ones, whatever the tokenizer's files call them."""
     marks = ChatTemplate(source, name, variables).marks_of_turns(tokenizer.added.keys() - tokenizer.special)
     encoder = TextEncoder(tokenizer.with_special(marks))
-    return Chat(ChatTemplate(source, name, variables, encoder.protect), encoder)
+    return Chat(ChatTemplate(source, name, variables, encoder.protect, encoder.stops), encoder)
 
 
 def _built_in_tokens(encoder: TextEncoder) -> dict[str, str]:

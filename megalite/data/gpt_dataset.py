@@ -123,13 +123,15 @@ class SplitSummary:
 
 @dataclass
 class Datasets:
-    """The three sets, None where a split has or needs no data; what they hold; and notes for the user."""
+    """The three sets, None where a split has or needs no data; what they hold; notes for the user; and
+    whether answers in conversations are trained."""
 
     train: SampleSource | None = None
     valid: SampleSource | None = None
     test: SampleSource | None = None
     summaries: list[SplitSummary] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    conversations: bool = False
 
 
 def build_datasets(config: RunConfig, eod: int, vocab_size: int, sizes: tuple[int, int, int]) -> Datasets:

@@ -76,6 +76,11 @@ class TextEncoder:
                 result += self._ids(part)
         return result
 
+    def stops(self, text: str) -> bool:
+        """Whether generation can stop after this text: its last id is one that ordinary text doesn't hold."""
+        ids = self.ids(text)
+        return bool(ids) and self.tokenizer.is_control(ids[-1])
+
     def _ids(self, text: str) -> list[int]:
         guarded = _GUARDS.search(text) is not None
         if guarded:

@@ -56,7 +56,7 @@ class SftOptions:
 class ReadReport:
     """What reading some files gave. samples: kept. answer_tokens: of them. truncated: samples cut at the row's end, and
     lost_tokens, the answer tokens that this cost. dropped: samples with no answer token left; dropped_tokens: theirs.
-    empty: lines without an answer. split: lines that became several samples.
+    empty: lines without an answer. split: lines that became several samples. conversations: lines that aren't pairs.
     """
 
     samples: int = 0
@@ -68,6 +68,7 @@ class ReadReport:
     dropped_tokens: int = 0
     empty: int = 0
     split: int = 0
+    conversations: int = 0
 
     def lines(self, name: str, seq_length: int) -> list[str]:
         """For people; about what was cut or divided only where there was any."""
@@ -111,6 +112,7 @@ def build_sft_datasets(
     pad = eod if tokenizer.pad is None else tokenizer.pad
     data, report = _read(reader, options.data, "--sft-data", result.notes)
     result.notes += report.lines("--sft-data", options.seq_length)
+    result.conversations = report.conversations > 0
     everything = np.arange(len(data))
     train, held = everything, everything[:0]
     if options.valid_data:
@@ -219,7 +221,12 @@ class SftReader:
         builder, report = SequenceBuilder(), ReadReport()
         for number, line in enumerate(line for path in paths for line in read_lines(path, flag, progress)):
             samples = self.encode(line)
-            report = replace(report, empty=report.empty + (not samples), split=report.split + (len(samples) > 1))
+            report = replace(
+                report,
+                empty=report.empty + (not samples),
+                split=report.split + (len(samples) > 1),
+                conversations=report.conversations + (form_of(line) != PAIR),
+            )
             for pieces in samples:
                 report = self._add(line, number, pieces, builder, report)
         if not report.samples:

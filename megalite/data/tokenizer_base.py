@@ -74,6 +74,10 @@ class Tokenizer(ABC):
         """What the library was built of; nothing where there is none."""
         return b""
 
+    def is_control(self, token: int) -> bool:
+        """Whether this id ends a document or is a token of its own, which ordinary text doesn't hold."""
+        return token == self.eod or token in self.special.values()
+
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
         """Text of ids that are all in the vocabulary and none of `eod`, `bos`, `pad`."""

@@ -61,6 +61,14 @@ class TokenizersLibrary(Tokenizer):
         content = _renamed(json.loads(self.backend.to_str()), names)
         return load_library("tokenizers").Tokenizer.from_str(json.dumps(content))
 
+    def is_control(self, token: int) -> bool:
+        return super().is_control(token) or token in self._added
+
+    @functools.cached_property
+    def _added(self) -> frozenset[int]:
+        """The ids of all added tokens: some models don't call theirs special."""
+        return frozenset(self.backend.get_added_tokens_decoder())
+
     def is_open(self, token: int) -> bool:
         return token in self._bytes
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from megalite.checkpoint.checkpoint import load_checkpoint, read_config
 from megalite.checkpoint.huggingface.config import read_huggingface_config
 from megalite.checkpoint.huggingface.files import TensorFiles
+from megalite.checkpoint.huggingface.hub import published_name
 from megalite.checkpoint.huggingface.load import load_huggingface
-from megalite.checkpoint.huggingface.travel import holds_tokenizer, origin, tokenizer_of
+from megalite.checkpoint.huggingface.travel import FOLDER, origin, shares_ids, tokenizer_of, use_kept
 from megalite.checkpoint.metadata import describe
 from megalite.checkpoint.storage import CONFIG_FILE, find_checkpoint, read_json
 from megalite.config.errors import FlagError, UserError
@@ -73,7 +74,7 @@ class LoadedModel:
 
     def with_adapter(self, folder: str, notes: Iterable[str]) -> LoadedModel:
         """What it is once the adapter in `folder` has been put on, which may know more ends of a text."""
-        name, ends = f"{self.name}+{_name_of(folder)}", self.ends | stored_ends(together(Path(folder)))
+        name, ends = f"{self.name}+{name_of(folder)}", self.ends | stored_ends(together(Path(folder)))
         return dataclasses.replace(self, name=name, notes=[*self.notes, *notes], ends=ends)
 
 
@@ -87,10 +88,12 @@ def load_for_generation(root: str, *, step: int | None = None, given: Mapping[st
     found = find_checkpoint(Path(root), step)
     if found is None:
         raise UserError(f"--load {root}: there is no checkpoint in this folder")
-    config = override(read_config(found.path), given or {})
+    config = read_config(found.path)
+    use_kept(config, Path(root))
+    config = override(config, given or {})
     embedding = describe(found.path).get(EMBEDDING_KEY)
     _check_kind(found.path, config, whole_model=embedding is not None)
-    source = origin(Path(root), config)
+    source = Path(root, FOLDER) if Path(root, FOLDER).is_dir() else origin(config)
     prepared = _Prepared(config, str(found.path), None if embedding is None else embedding.shape[0], source)
     load_checkpoint(found.path, mesh=prepared.mesh, pieces=prepared.pieces(), strict=True)
     notes = [found.note] if found.note else []
@@ -140,18 +143,20 @@ class _Prepared:
         """`notes`: the last one names what was loaded."""
         precision = Precision.from_config(self.config.precision).name
         notes[-1] += f", {precision} on {self.mesh.device}"
-        own = self.source is not None and holds_tokenizer(self.source, self.config.tokenizer)
+        own = self.source is not None and shares_ids(self.source, self.config.tokenizer)
         ends = stored_ends(self.source) if own else set()
         if self.tokenizer.eod is not None:
             ends.add(self.tokenizer.eod)
         unknown = torch.tensor(unknown_ids(self.tokenizer, self.rows), dtype=torch.int64)
-        name = _name_of(folder)
+        name = name_of(folder)
         return LoadedModel(self.model, self.tokenizer, self.config, self.mesh, notes, frozenset(ends), unknown, name)
 
 
-def _name_of(folder: str) -> str:
-    """The last part of a path as it was given: of a link its own, not its target's."""
-    return os.path.basename(os.path.abspath(folder)) or "model"
+def name_of(folder: str) -> str:
+    """The hub's name of a model in its cache. Else the last part of a path as it was given: of a link its own, not its
+    target's."""
+    name = published_name(folder)
+    return name if name != folder else os.path.basename(os.path.abspath(folder)) or "model"
 
 
 def override(config: RunConfig, given: Mapping[str, Any]) -> RunConfig:

@@ -6,7 +6,7 @@ loading takes each rank's out of the whole. An adapter is small enough to be who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -142,7 +142,7 @@ def save_adapter(
     sharded: bool,
     base: str | None = None,
     class_names: Sequence[str] | None = None,
-    beside: Callable[[], Mapping[str, bytes]] = dict,
+    beside: Mapping[str, bytes] | None = None,
     flag: str = "--save-adapter",
 ) -> None:
     """Write `directory` in PEFT's format from the trained parameters' pieces. Collective over the world.
@@ -157,7 +157,7 @@ def save_adapter(
     if mesh.is_first:
         try:
             config, tensors = to_peft(values, model, plan.peft, plan.scales, vocab_size, base)
-            write_adapter(directory, config, tensors, class_names, beside())
+            write_adapter(directory, config, tensors, class_names, beside)
         except UserError as raised:
             error = str(raised)
     error = broadcast_object(error, mesh.world)

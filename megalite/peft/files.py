@@ -24,6 +24,7 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.checkpoint.huggingface.architecture import CLASSIFIER
 from megalite.checkpoint.huggingface.classes import labels_json, read_classes
+from megalite.checkpoint.huggingface.hub import published_name
 from megalite.checkpoint.huggingface.travel import TOKENIZER_FILES
 from megalite.checkpoint.storage import read_json
 from megalite.config.check_peft import contradiction
@@ -282,9 +283,12 @@ def told_by(directory: str | Path) -> dict[str, Any]:
 def base_note(directory: str | Path, model: str) -> str | None:
     """One line where an adapter's folder names another model than `model` as the one that it was trained beside."""
     name = _read_config(together(Path(directory))).get("base_model_name_or_path")
-    if not isinstance(name, str) or not name or Path(name).resolve().name == Path(model).resolve().name:
+    if not isinstance(name, str) or not name:
         return None
-    return f"the adapter {directory} was trained beside {name}, and is put on {model}"
+    trained, here = published_name(name), published_name(model)
+    if Path(trained).resolve().name == Path(here).resolve().name:
+        return None
+    return f"the adapter {directory} was trained beside {trained}, and is put on {here}"
 
 
 def settle(peft: PeftConfig) -> PeftConfig:

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.checkpoint import save_checkpoint
+from megalite.checkpoint.errors import on_first_rank
 from megalite.checkpoint.huggingface.hub import published_name
-from megalite.checkpoint.huggingface.travel import companions, origin, spoken_by
+from megalite.checkpoint.huggingface.travel import companions
 from megalite.checkpoint.storage import CheckpointDirectory, Retention
 from megalite.config.errors import UserError
 from megalite.data.gpt_dataset import Datasets
@@ -73,6 +74,7 @@ class Run:
         self.say_all(prepared.notes)
         self.precision = Precision.from_config(config.precision)
         self.datasets = self._datasets()  # first, since it may say how many steps there are
+        self.companions = self._companions()
         self.batches = BatchSchedule.from_config(config)
         self.schedule = Schedule.from_config(config, self.batches)
         self.total_iterations = self.batches.total_iterations(config)
@@ -129,6 +131,15 @@ class Run:
             if value is not None and datasets.valid is None:
                 raise UserError(f"{flag} needs a validation set, and the data flags give none")
         return datasets
+
+    def _companions(self) -> dict[str, bytes]:
+        """On the first rank the small files to write beside weights, read now: at the end they may be gone."""
+        files: dict[str, bytes] = {}
+        if self.config.checkpoint.save or self.config.peft.save_adapter or self.config.peft.save_best_adapter:
+            conversations = self.datasets.conversations
+            read = lambda: files.update(companions(self.config, conversations=conversations))  # noqa: E731
+            on_first_rank(read, self.mesh.world)
+        return files
 
     def _model(self, *, without_values: bool) -> list[GPTStage]:
         """This rank's chunks of the model, initialised if they have values."""
@@ -221,8 +232,7 @@ class Run:
         self.say(f"saved the adapter in {directory}")
 
     def _write_adapter(self, adapter: AdapterPlan, flag: str, directory: str) -> None:
-        base, trained = self.config.finetune.load_hf, self.config.checkpoint.pretrained_checkpoint
-        root = None if trained is None else Path(trained)
+        base = self.config.finetune.load_hf
         save_adapter(
             directory,
             self.optimizer.parameter_pieces().values(),
@@ -233,7 +243,7 @@ class Run:
             sharded=self.optimizer.sharding.parameters,
             base=None if base is None else published_name(base),
             class_names=self.classes,
-            beside=lambda: companions(spoken_by(self.config), origin(root, self.config)),
+            beside=self.companions,
             flag=flag,
         )
 
@@ -286,6 +296,7 @@ class Run:
                 self.config, self.state, self.optimizer, self.scaler, self.schedule, self.data_digests
             ),
             retain=Retention.from_config(config) if good else Retention(),
+            beside=self.companions,
         )
         self.say(f"saved {path}")
 

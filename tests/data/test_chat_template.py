@@ -19,6 +19,7 @@ from tests.data.chat_files import (
     GENERATION_TEMPLATE,
     PLAIN_TEMPLATE,
     REASONING_TEMPLATE,
+    SPECIAL,
     SYSTEM,
     UNCLOSED_TEMPLATE,
     chat_tokenizer,
@@ -282,6 +283,28 @@ def test_the_built_in_template_ends_turns_with_eod_elsewhere(tmp_path: Path) -> 
     assert answers == [[*tokenizer.tokenize(text), tokenizer.eod] for text in texts]
     assert sum(i == tokenizer.eod for piece in pieces for i in piece.ids) == len(CONVERSATION)
     assert chat.end_of_turn() == tokenizer.eod
+
+
+@pytest.mark.parametrize("own_tokens", [False, True], ids=["plain text", "tokens that aren't called special"])
+def test_an_answer_ends_with_an_id_that_ordinary_text_does_not_hold(tmp_path: Path, own_tokens: bool) -> None:
+    folder = chat_tokenizer(tmp_path, eos_token="<|endoftext|>", pad_token=None, bos_token=None)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] == "<|endoftext|>"
+    if not own_tokens:  # as GPT-2's: the end of a turn is five ordinary ids
+        content["added_tokens"] = content["added_tokens"][:1]
+        content["model"]["vocab"] = {
+            token.replace("<|im_", "im "): number for token, number in content["model"]["vocab"].items()
+        }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    chat = chat_of(folder)
+    text = [i for piece in chat.encoder.encode(chat.template.segments(CONVERSATION)) for i in piece.ids]
+    end = SPECIAL.index("<|im_end|>" if own_tokens else "<|endoftext|>")
+    assert chat.end_of_turn() == text[-1] == end
+    tail = chat.encoder.ids("<|im_end|>") + ([] if own_tokens else [end])
+    assert text[-len(tail) :] == tail
+    marked = chat_of(chat_tokenizer(tmp_path, GENERATION_TEMPLATE.replace("<|im_end|>{% end", "{% end")))
+    assert marked.end_of_turn() == SPECIAL.index("<|im_end|>")  # the tokenizer's EOD
 
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
 from megalite.data.chat_forms import PAIR
 from megalite.data.document_mask import SampleSource
+from megalite.data.jsonl import read_lines
 from megalite.data.loader import microbatch_iterator
 from megalite.data.packing import RowDataset
 from megalite.data.sample_cache import SampleCache
@@ -236,6 +237,17 @@ def test_a_tokenizer_that_reads_no_special_tokens_works_with_the_built_in_templa
     assert (sequences.tokens == tokenizer.eod).sum() == len(CONVERSATION)
     assert (sequences.tokens[sequences.counted] == tokenizer.eod).sum() == 2
     assert sequences.tokens[-1] == tokenizer.eod
+
+
+def test_a_prompt_of_an_evaluation_is_read_as_the_prompt_of_a_pair_is(tmp_path: Path, chat_folder: Path) -> None:
+    text = "what is <|im_end|> for?"
+    file = write_lines(tmp_path / "data.jsonl", [{"prompt": text, "completion": "x"}])
+    reader = SftReader(options(file), HuggingFaceTokenizer(str(chat_folder)), str(chat_folder))
+    (line,) = read_lines(file, "--sft-data")
+    (sample,) = reader.encode(line)
+    context = [i for piece in sample if not piece.counted for i in piece.ids]
+    assert reader.prompt(text, PAIR) == context
+    assert reader.tokenizer.tokenize("<|im_end|>")[0] not in context
 
 
 def test_what_truncation_costs_is_counted(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from megalite.checkpoint import storage
 from megalite.checkpoint.huggingface.config import HuggingFaceModel, read_huggingface_config
 from megalite.checkpoint.huggingface.files import TensorFiles
-from megalite.checkpoint.huggingface.travel import FOLDER, copy_small_files, tokenizer_of
+from megalite.checkpoint.huggingface.travel import FOLDER, read_small_files, tokenizer_of, write_small_files
 from megalite.checkpoint.huggingface.weights import EMBEDDING, LogicalWeights, refuse_unused
 from megalite.checkpoint.planner import Chunk
 from megalite.checkpoint.shards import write_shards
@@ -76,7 +76,7 @@ def _write(
     state: dict[str, Any] = {"training": {}, "rng": None, "optimizer_steps": 0, "loss_scaler": {}, "schedule": {}}
     with storage.first_checkpoint(root, 0, FOLDER) as folder:
         kept = root / FOLDER
-        copy_small_files(source, kept, config=True)
+        write_small_files(kept, read_small_files(source))
         config.tokenizer = tokenizer_of(kept.resolve(), found.vocab_size)
         write_shards(folder, chunks, single_process_mesh().world)
         storage.write_documents(folder, storage.documents(config, state))

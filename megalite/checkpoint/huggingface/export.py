@@ -6,7 +6,7 @@ parameter after the other is read and taken apart. Memory holds one parameter an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,17 +29,17 @@ from megalite.checkpoint.huggingface.files import SINGLE_FILE, Entry, new_folder
 from megalite.checkpoint.huggingface.parts import Part
 from megalite.checkpoint.huggingface.travel import (
     GENERATION_FILE,
-    Spoken,
-    companions,
-    origin,
-    spoken_by,
+    find_tokenizer,
+    kept_files,
     to_json,
     token_ids,
+    use_kept,
+    values_of,
     write_small_files,
 )
 from megalite.checkpoint.huggingface.weights import EMBEDDING
 from megalite.checkpoint.metadata import Index, TensorInfo, check_files, read_index
-from megalite.checkpoint.storage import CONFIG_FILE, CheckpointDirectory, read_json
+from megalite.checkpoint.storage import CONFIG_FILE, CheckpointDirectory
 from megalite.checkpoint.streaming import read_logical
 from megalite.config.schema import RunConfig
 from megalite.config.schema_finetune import unnamed_classes
@@ -61,8 +61,8 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     """Write the Hugging Face folder `target`, which must not exist or be empty; notes for the user.
 
     Weights keep the checkpoint's number format, bit for bit; vocabulary padding isn't in it. `shard_bytes`: largest
-    file, where no tensor is larger. `config.json` comes from the folder that the model descends from, where that is
-    known; tokenizer, template and ends of a text are those that the run was trained with. A classifier becomes one of
+    file, where no tensor is larger. `config.json`, tokenizer, template and ends of a text are those that the run kept
+    beside its checkpoints. A classifier becomes one of
     transformers' `ForSequenceClassification`. Raises a `CheckpointError`, and nothing of the attempt stays.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -82,9 +82,10 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
         raise CheckpointError(f"{source.path} holds only what was trained beside a model; {remedy}")
     if EMBEDDING not in tensors:
         raise CheckpointError(f"{source.path} holds no {_PREFIX}{EMBEDDING}: it is no checkpoint of a GPT")
-    known, spoken = origin(source.path.parent, config), spoken_by(config)
-    architecture, values = _config_json(config, tensors, known, spoken)
-    beside = companions(spoken, known)
+    beside = kept_files(source.path.parent, config)
+    use_kept(config, source.path.parent)
+    architecture, values = _config_json(config, tensors, beside)
+    beside.pop(CONFIG_FILE, None)
     plan = list(_plan(architecture, tensors))
     with new_folder(target) as temporary:
         _write_tensors(source.path, index, _files(plan, shard_bytes), temporary)
@@ -93,15 +94,15 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
 
 
 def _config_json(
-    config: RunConfig, tensors: dict[str, TensorInfo], known: Path | None, spoken: Spoken
+    config: RunConfig, tensors: dict[str, TensorInfo], beside: Mapping[str, bytes]
 ) -> tuple[Architecture, dict[str, Any]]:
     table = tensors[EMBEDDING]
-    source = None if known is None else read_json(known / CONFIG_FILE)
-    architecture, values = describe_network(config.model, table.shape[0], source)
-    values |= token_ids(spoken, known)
+    source = values_of(beside, CONFIG_FILE)
+    architecture, values = describe_network(config.model, table.shape[0], source or None)
+    values |= token_ids(source or values_of(beside, GENERATION_FILE))
     if HEAD in tensors:
         names = config.finetune.class_names or unnamed_classes(tensors[HEAD].shape[0])
-        padding = padding_id(spoken.tokenizer, values.get("pad_token_id"), table.shape[0])
+        padding = padding_id(find_tokenizer(config.tokenizer), values.get("pad_token_id"), table.shape[0])
         values = classifier_json(values, architecture, names, padding)
     return architecture, with_number_format(values, str(table.dtype).removeprefix("torch."))
 

@@ -17,6 +17,7 @@ _LIBRARIES = {"huggingface": "huggingface_hub", "modelscope": "modelscope"}
 _MIRRORS = {"huggingface": "HF_ENDPOINT names a mirror, or try --hub modelscope", "modelscope": "try --hub huggingface"}
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+_OTHER_FORMS = ["consolidated*", "original/*", "onnx/*", "openvino/*", "metal/*"]  # of the same weights
 _CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/")  # where huggingface_hub keeps a model
 
 
@@ -37,7 +38,7 @@ def local_folder(name: str, hub: str) -> str:
             f"{name} is no folder here, and --hub {hub} needs the package {package}: pip install {package} ({error})"
         ) from None
     try:
-        return str(library.snapshot_download(name, allow_patterns=_FILES))
+        return str(library.snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_OTHER_FORMS))
     except Exception as error:  # whatever a network and its library may raise
         raise UserError(
             f"{name} is no folder here, and the hub {hub} doesn't give it: {first_line(error)} ({_MIRRORS[hub]}; or "

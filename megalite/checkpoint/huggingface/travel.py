@@ -2,27 +2,26 @@
 
 Key idea: a model must be used with what it was trained with. So beside the weights go the run's own tokenizer, the chat
 template of its conversations, and as ends of a text also the end of their turns. Only what the run didn't choose comes
-from the folder that the model descends from. A checkpoint made of a Hugging Face folder keeps that folder's small files
-in `huggingface/`, beside its own.
+from the folder that the model descends from. All this is read when a run starts, and kept beside its checkpoints in
+`huggingface/`; exports and generation take it from there, whatever has become of the files that the flags name.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.storage import CONFIG_FILE, read_json
 from megalite.config.errors import UserError
 from megalite.config.schema import RunConfig, TokenizerConfig
-from megalite.data.chat_template import CHATML, ChatTemplate, load_chat
+from megalite.data.chat_template import CHATML, Chat, ChatTemplate, load_chat
 from megalite.data.segments import BOS_SIGN, EOD_SIGN
-from megalite.data.tokenizer_base import Tokenizer
+from megalite.data.tokenizer_base import Tokenizer, first_line
 from megalite.data.tokenizer_json import SLOW_FILES, GPT2BPETokenizer, HuggingFaceTokenizer, TokensBeside
 from megalite.data.tokenizers import SentencePieceTokenizer, build_tokenizer
+from megalite.files.atomic import publish_folder, remove
 
 FOLDER = "huggingface"
 GENERATION_FILE = "generation_config.json"
@@ -40,23 +39,19 @@ TOKENIZER_FILES = (
     GENERATION_FILE,
 )
 _ROLES = ("bos", "eos", "pad")
-
-
-def copy_small_files(source: Path, target: Path, *, config: bool = False) -> list[str]:
-    """Copy tokenizer, templates and generation settings, and with `config` the `config.json` too; their names."""
-    target.mkdir(parents=True, exist_ok=True)
-    names = [name for name in (*TOKENIZER_FILES, *([CONFIG_FILE] if config else [])) if (source / name).is_file()]
-    for name in names:
-        shutil.copyfile(source / name, target / name)
-    if (source / TEMPLATES).is_dir():
-        shutil.copytree(source / TEMPLATES, target / TEMPLATES)
-        names.append(TEMPLATES)
-    return names
+_ROLE_IDS = tuple(f"{role}_token_id" for role in _ROLES)
+# By kind of tokenizer, the flags that name the files of its tokens, and what Hugging Face calls those.
+_FIELDS = {
+    "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"},
+    "SentencePieceTokenizer": {"tokenizer_model": "tokenizer.model"},
+    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+}
 
 
 def read_small_files(folder: Path) -> dict[str, bytes]:
-    """Tokenizer, templates and generation settings of a folder: content by name."""
-    paths = [*(folder / name for name in TOKENIZER_FILES), *sorted((folder / TEMPLATES).glob("*.jinja"))]
+    """Tokenizer, templates, generation settings and `config.json` of a folder: content by name."""
+    names = (*TOKENIZER_FILES, CONFIG_FILE)
+    paths = [*(folder / name for name in names), *sorted((folder / TEMPLATES).glob("*.jinja"))]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths if path.is_file()}
 
 
@@ -106,44 +101,80 @@ def find_tokenizer(tokenizer: TokenizerConfig) -> Tokenizer | None:
         return None
 
 
-def origin(root: Path | None, config: RunConfig) -> Path | None:
-    """The Hugging Face folder that the checkpoints in `root` descend from: what was kept of it beside them, the folder
-    of `--load-hf`, or that where their tokenizer lies, if it holds a `config.json`. None where there is none."""
-    candidates = [] if root is None else [root / FOLDER]
-    given = [config.finetune.load_hf, config.tokenizer.tokenizer_model, config.tokenizer.vocab_file]
-    candidates += [Path(path) if Path(path).is_dir() else Path(path).parent for path in given if path is not None]
-    return next((one for one in candidates if (one / CONFIG_FILE).is_file()), None)
+def origin(config: RunConfig) -> Path | None:
+    """The Hugging Face folder that a run's model descends from: that of `--load-hf`, what is kept beside the
+    checkpoints that it starts from, or that where its tokenizer lies, if it holds a `config.json`; else None."""
+    checkpoints = [config.checkpoint.load, config.checkpoint.pretrained_checkpoint]
+    candidates = [config.finetune.load_hf, *(f"{root}/{FOLDER}" for root in checkpoints if root is not None)]
+    candidates += [config.tokenizer.tokenizer_model, config.tokenizer.vocab_file]
+    folders = [Path(path) if Path(path).is_dir() else Path(path).parent for path in candidates if path is not None]
+    return next((one for one in folders if (one / CONFIG_FILE).is_file()), None)
 
 
-@dataclass(frozen=True)
-class Spoken:
-    """What a run was trained with. `tokenizer`: None where its files are gone. `template`: the text of
-    `--chat-template` as transformers takes it; None: the tokenizer's own, if there is one. `end`: the id that ends an
-    answer in conversations; None where none were trained."""
+def companions(config: RunConfig, *, conversations: bool) -> dict[str, bytes]:
+    """The files to write beside the weights of a run, by name: `config.json` of the folder that the model descends from
+    if there is one, tokenizer, templates, and generation settings. What the run didn't choose is that folder's, byte
+    for byte. `conversations`: whether it learns answers in them. A UserError where a file can't be read."""
+    base, tokenizer, own = origin(config), find_tokenizer(config.tokenizer), _tokenizer_files(config.tokenizer)
+    files = {} if base is None else read_small_files(base)
+    same = base is not None and shares_ids(base, config.tokenizer) and (not own or _settings(own) == _settings(files))
+    if not same:
+        files = {name: content for name, content in files.items() if name in (CONFIG_FILE, GENERATION_FILE)} | own
+        if tokenizer is not None and "tokenizer.json" in own and _TOKENIZER_CONFIG not in own:
+            files[_TOKENIZER_CONFIG] = to_json(_special_tokens(tokenizer))
+    chat = _chat(config, tokenizer)
+    if chat is not None and tokenizer is not None and config.finetune.chat_template is not None:
+        files = with_template(files, portable(chat.template, tokenizer).encode())
+    end = _end(chat) if conversations else None
+    return files if same and end is None else files | _with_ids(files, None if same else tokenizer, end)
 
-    config: TokenizerConfig
-    tokenizer: Tokenizer | None
-    template: str | None = None
-    end: int | None = None
+
+def kept_files(root: Path, config: RunConfig) -> dict[str, bytes]:
+    """The companions of the checkpoints in `root`: as they were kept there; of an older version's as they would be now,
+    from `config`."""
+    kept = read_small_files(root / FOLDER)
+    return kept or companions(config, conversations=config.finetune.task == "sft")
 
 
-def spoken_by(config: RunConfig) -> Spoken:
-    """Of the run of a configuration. A UserError where the file of its `--chat-template` can't be read any more."""
-    tokenizer, choice = find_tokenizer(config.tokenizer), config.finetune.chat_template
+def keep(root: Path, files: Mapping[str, bytes]) -> None:
+    """Have these files beside the checkpoints in `root`, in place of any others. An OSError where that fails."""
+    folder = root / FOLDER
+    if files and files != read_small_files(folder):
+        written = folder.with_name(f"{FOLDER}.tmp")
+        remove(written)
+        write_small_files(written, files)
+        publish_folder(written, folder)
+
+
+def use_kept(config: RunConfig, root: Path) -> None:
+    """Have `config` name the tokenizer and the template that are kept beside the checkpoints in `root`, if any are."""
+    folder, fields = root / FOLDER, _FIELDS.get(config.tokenizer.tokenizer_type or "", {})
+    if all((folder / name).is_file() for name in fields.values()):
+        for field, name in fields.items():
+            setattr(config.tokenizer, field, str(folder / name))
+    if config.finetune.chat_template not in (None, CHATML) and (folder / TEMPLATE_FILE).is_file():
+        config.finetune.chat_template = str(folder / TEMPLATE_FILE)
+
+
+def _chat(config: RunConfig, tokenizer: Tokenizer | None) -> Chat | None:
+    """How a run writes conversations; None where it has no template."""
+    choice = config.finetune.chat_template
     if tokenizer is None or config.finetune.task != "sft":
-        return Spoken(config.tokenizer, tokenizer)
+        return None
     try:
-        template = load_chat(choice, tokenizer, config.tokenizer.tokenizer_model or config.finetune.load_hf)
+        return load_chat(choice, tokenizer, config.tokenizer.tokenizer_model or config.finetune.load_hf)
     except UserError:
         if choice is not None:
             raise
-        return Spoken(config.tokenizer, tokenizer)
-    text = None if choice is None else portable(template.template, tokenizer)
+        return None
+
+
+def _end(chat: Chat | None) -> int | None:
+    """The id that ends an answer."""
     try:
-        end = template.end_of_turn()
-    except UserError:  # it refuses even the plainest conversation
-        end = None
-    return Spoken(config.tokenizer, tokenizer, text, end)
+        return None if chat is None else chat.end_of_turn()
+    except UserError:  # the template refuses even the plainest conversation
+        return None
 
 
 def portable(template: ChatTemplate, tokenizer: Tokenizer) -> str:
@@ -158,61 +189,56 @@ def portable(template: ChatTemplate, tokenizer: Tokenizer) -> str:
         if token is not None:
             value = _text_of(tokenizer, token)
         if token is not None or template.name == CHATML:
-            lines += f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} %}}"
+            # On lines of their own, so that the first line of the template still begins one.
+            lines += f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} %}}\n"
     return lines + template.source
 
 
-def companions(spoken: Spoken, base: Path | None) -> dict[str, bytes]:
-    """The files to write beside weights, by name. `base`: the Hugging Face folder that the model descends from."""
-    known = {} if base is None else read_small_files(base)
-    if base is None or not holds_tokenizer(base, spoken.config):
-        known = {name: content for name, content in known.items() if name == GENERATION_FILE}
-        known |= _tokenizer_files(spoken)
-    if spoken.template is not None:
-        known = with_template(known, spoken.template.encode())
-    return known | _generation_settings(spoken, base)
+def _with_ids(files: Mapping[str, bytes], tokenizer: Tokenizer | None, end: int | None) -> dict[str, bytes]:
+    """`config.json` and the generation settings with the same ends of a text, as far as they don't have them already.
+    `tokenizer`: whose ids have the roles; None: those in the files. `end`: ends a text too.
 
-
-def _generation_settings(spoken: Spoken, base: Path | None) -> dict[str, bytes]:
-    """`generation_config.json`, where the run's ends of a text aren't those of the base."""
-    there = base is not None and (base / GENERATION_FILE).is_file()
-    kept = base is not None and holds_tokenizer(base, spoken.config)
-    if spoken.end is None and (kept or not there):
-        return {}
-    values = read_json(base / GENERATION_FILE) if base is not None and there else token_ids(spoken, base)
-    return {GENERATION_FILE: to_json(values | token_ids(spoken, base, values))}
-
-
-def token_ids(spoken: Spoken, base: Path | None, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The `..._token_id` fields: as in `values` (default: the base's `config.json`) where the run has the base's
-    tokenizer, else of its own one; and with the end of turn.
-
-    None is written too: without it an architecture's own default would hold.
+    An id that is None is written: without it an architecture's own default would hold.
     """
-    if base is not None and holds_tokenizer(base, spoken.config):
-        values = read_json(base / CONFIG_FILE) if values is None else values
-        ids = {name: value for name, value in values.items() if name.endswith("_token_id")}
-    else:
-        own = spoken.tokenizer
-        found = (None, None, None) if own is None else (own.bos, own.eod, own.pad)
-        ids = dict(zip((f"{role}_token_id" for role in _ROLES), found, strict=True))
-    if spoken.end is None:
-        return ids
-    eos = ids.get("eos_token_id")
+    config, settings = values_of(files, CONFIG_FILE), values_of(files, GENERATION_FILE)
+    before = settings if GENERATION_FILE in files else token_ids(config)
+    stated = [values.get("eos_token_id") for values in (before, config)]
+    ids: dict[str, Any] = {"eos_token_id": next((one for one in stated if one is not None), None)}
+    if tokenizer is not None:
+        ids = dict(zip(_ROLE_IDS, (tokenizer.bos, tokenizer.eod, tokenizer.pad), strict=True))
+    eos = ids["eos_token_id"]
     ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if spoken.end not in ends:
-        ids["eos_token_id"] = [*ends, spoken.end] if ends else spoken.end
-    return ids
+    if end is not None and end not in ends:
+        ids["eos_token_id"] = [*ends, end] if ends else end
+    result = {GENERATION_FILE: to_json(before | ids)} if before | ids != before else {}
+    if CONFIG_FILE in files and config | ids != config:
+        result[CONFIG_FILE] = to_json(config | ids)
+    return result
+
+
+def token_ids(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The `..._token_id` fields."""
+    return {name: value for name, value in values.items() if name.endswith("_token_id")}
+
+
+def values_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """The object of one of small JSON files; empty where it isn't among them."""
+    try:
+        values = json.loads(files.get(name, b"{}").decode("utf-8-sig"))
+    except ValueError as error:
+        raise UserError(f"{name} beside the tokenizer or the model is broken JSON: {first_line(error)}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{name} beside the tokenizer or the model holds no JSON object")
+    return values
 
 
 def with_template(files: Mapping[str, bytes], template: bytes) -> dict[str, bytes]:
     """Small files with this chat template in place of any other."""
     result = {name: content for name, content in files.items() if name not in _TEMPLATE_FILES}
     result = {name: content for name, content in result.items() if not name.startswith(f"{TEMPLATES}/")}
-    if _TOKENIZER_CONFIG in result:
-        values = json.loads(result[_TOKENIZER_CONFIG].decode("utf-8-sig"))
-        if values.pop("chat_template", None) is not None:
-            result[_TOKENIZER_CONFIG] = to_json(values)
+    values = values_of(result, _TOKENIZER_CONFIG)
+    if values.pop("chat_template", None) is not None:
+        result[_TOKENIZER_CONFIG] = to_json(values)
     return {**result, TEMPLATE_FILE: template}
 
 
@@ -226,48 +252,31 @@ def laid_over(files: Mapping[str, bytes], other: Mapping[str, bytes]) -> dict[st
     return {**result, **other}
 
 
-def holds_tokenizer(folder: Path, tokenizer: TokenizerConfig) -> bool:
-    """Whether the tokenizer of a Hugging Face folder is this very one, by the content of its files."""
-    files = _vocabularies(tokenizer)
-    if not files:
-        none_there = not any((folder / name).is_file() for name in _VOCABULARIES)
-        return tokenizer.tokenizer_type == "NullTokenizer" and none_there
-    return all(_is_same(path, folder / name) for name, path in files.items())
+def shares_ids(folder: Path, tokenizer: TokenizerConfig) -> bool:
+    """Whether the tokenizer of a Hugging Face folder has this one's ids, by the content of the files of tokens."""
+    own, there = _tokenizer_files(tokenizer), read_small_files(folder)
+    if not own:
+        return tokenizer.tokenizer_type == "NullTokenizer" and there.keys().isdisjoint(_VOCABULARIES)
+    return all(there.get(name) == content for name, content in own.items() if name in _VOCABULARIES)
 
 
-def _is_same(file: Path, here: Path) -> bool:
-    """Whether a tokenizer's file is the one `here`; one that was kept beside a run may have moved with the run."""
-    if not file.is_file() or not here.is_file():
-        return here.is_file() and file.parent.name == FOLDER
-    return file.samefile(here) or file.read_bytes() == here.read_bytes()
-
-
-def _vocabularies(tokenizer: TokenizerConfig) -> dict[str, Path]:
-    """The files that hold a tokenizer's tokens, by the names that Hugging Face gives them."""
-    kind, model = tokenizer.tokenizer_type, tokenizer.tokenizer_model
-    files: dict[str, str | None] = {}
-    if kind == "HuggingFaceTokenizer":
-        bare = model is None or Path(model).is_file() or Path(model).suffix == ".json"
-        files = {"tokenizer.json": model if bare else f"{model}/tokenizer.json"}
-    elif kind == "SentencePieceTokenizer":
-        files = {"tokenizer.model": model}
-    elif kind == "GPT2BPETokenizer":
-        files = {"vocab.json": tokenizer.vocab_file, "merges.txt": tokenizer.merge_file}
-    return {name: Path(path) for name, path in files.items() if path is not None}
-
-
-def _tokenizer_files(spoken: Spoken) -> dict[str, bytes]:
-    """A tokenizer's own files, with what lies beside them; empty where Hugging Face has no such form, or they are
-    gone."""
-    files = {name: path for name, path in _vocabularies(spoken.config).items() if path.is_file()}
-    if not files:
+def _tokenizer_files(tokenizer: TokenizerConfig) -> dict[str, bytes]:
+    """A tokenizer's own files, with what lies beside them, by the names that Hugging Face gives them; empty where it
+    has no such form, or they are gone."""
+    files = {}
+    for field, name in _FIELDS.get(tokenizer.tokenizer_type or "", {}).items():
+        path = Path(getattr(tokenizer, field) or name)
+        files[name] = path / name if path.is_dir() else path
+    if not files or not all(path.is_file() for path in files.values()):
         return {}
-    beside = read_small_files(next(iter(files.values())).parent)
-    result = {name: content for name, content in beside.items() if name not in (*_VOCABULARIES, GENERATION_FILE)}
-    result |= {name: path.read_bytes() for name, path in files.items()}
-    if _TOKENIZER_CONFIG not in result and "tokenizer.json" in result and spoken.tokenizer is not None:
-        result[_TOKENIZER_CONFIG] = to_json(_special_tokens(spoken.tokenizer))
-    return result
+    beside = _settings(read_small_files(next(iter(files.values())).parent))
+    return beside | {name: path.read_bytes() for name, path in files.items()}
+
+
+def _settings(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Of small files those that say how a tokenizer is used."""
+    others = (*_VOCABULARIES, GENERATION_FILE, CONFIG_FILE)
+    return {name: content for name, content in files.items() if name not in others}
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -292,7 +301,8 @@ def to_json(values: Mapping[str, Any]) -> bytes:
 
 
 def write_small_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Into a folder that is being made."""
+    """Into a folder, which is made where it isn't there."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)

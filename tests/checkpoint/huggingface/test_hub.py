@@ -8,9 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from megalite.checkpoint.huggingface.hub import local_folder, published_name
 from megalite.config.errors import UserError
+from megalite.inference.load import name_of
+from megalite.peft.files import base_note
 
 LIBRARIES = {"huggingface": "huggingface_hub", "modelscope": "modelscope"}
 
@@ -19,8 +22,8 @@ LIBRARIES = {"huggingface": "huggingface_hub", "modelscope": "modelscope"}
 def test_a_name_becomes_the_folder_that_the_hubs_own_library_gives(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, Any]] = []
 
-    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
+    def snapshot_download(name: str, **patterns: list[str]) -> str:
+        asked.append((name, patterns))
         return "/cache/model"
 
     for package in LIBRARIES.values():
@@ -29,7 +32,9 @@ def test_a_name_becomes_the_folder_that_the_hubs_own_library_gives(hub: str, mon
     assert local_folder("owner/some-model.v1", hub) == "/cache/model"
     ((name, patterns),) = asked
     assert name == "owner/some-model.v1"
-    assert "*.safetensors" in patterns
+    read = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "additional_chat_templates/a.jinja"]
+    other = ["consolidated.safetensors", "original/params.json", "original/model.safetensors", "onnx/config.json"]
+    assert list(filter_repo_objects([*read, *other, "pytorch_model.bin"], **patterns)) == read
 
 
 def test_a_folder_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +62,12 @@ def test_what_cannot_be_had_is_told_with_what_would_work(monkeypatch: pytest.Mon
 def test_a_model_in_the_hubs_cache_goes_by_its_published_name() -> None:
     assert published_name("/root/.cache/huggingface/hub/models--owner--a--model/snapshots/0a1b") == "owner/a--model"
     assert published_name("models/own") == "models/own"
+
+
+def test_a_model_in_the_hubs_cache_is_the_one_that_its_adapter_names(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "owner/tiny"}')
+    cached = "/root/.cache/huggingface/hub/models--owner--{}/snapshots/0a1b"
+    assert base_note(tmp_path, cached.format("tiny")) is None
+    assert str(base_note(tmp_path, cached.format("large"))).endswith("beside owner/tiny, and is put on owner/large")
+    assert name_of(cached.format("tiny")) == "owner/tiny"
+    assert name_of("models/tiny") == "tiny"
