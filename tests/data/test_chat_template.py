@@ -190,7 +190,7 @@ def test_arguments_given_as_a_string_are_written_as_the_object_that_they_are(tmp
 
 def test_a_prompt_that_the_answer_does_not_continue_is_refused(tmp_path: Path) -> None:
     template = CHATML_TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
-    with pytest.raises(UnstableTemplateError, match="write message 3 as the continuation of its own prompt"):
+    with pytest.raises(UnstableTemplateError, match="write answer 1 as the continuation of its own prompt"):
         chat_of(chat_tokenizer(tmp_path, template)).template.segments(CONVERSATION)
 
 
@@ -282,6 +282,15 @@ def test_the_built_in_template_ends_turns_with_eod_elsewhere(tmp_path: Path) -> 
     assert answers == [[*tokenizer.tokenize(text), tokenizer.eod] for text in texts]
     assert sum(i == tokenizer.eod for piece in pieces for i in piece.ids) == len(CONVERSATION)
     assert chat.end_of_turn() == tokenizer.eod
+
+
+@pytest.mark.parametrize("way", ["message.weight", "message['weight']", 'message["weight"]', "message.get('weight')"])
+def test_a_template_reads_keys_not_words(way: str) -> None:
+    source = "{# weight #}{% set weight = 'weight' %}the weight {{ weight == 'weight' }}"
+    assert not ChatTemplate(source, "t", {}).reads("weight")
+    read = ChatTemplate(source + "{% for message in messages if " + way + " %}{% endfor %}", "t", {})
+    assert read.reads("weight")
+    assert read.mentions("messages") and not read.mentions("tools")
 
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:
