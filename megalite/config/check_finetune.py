@@ -26,7 +26,7 @@ def finetune_problems(config: RunConfig) -> Iterator[str]:
         (task != "classification", "--task sft or lm", ["eval_prompt"]),
     ):
         yield from needs(config, needed, reason, *(f"finetune.{name}" for name in names))
-    yield from needs(config, task == "sft", "--task sft", "tokenizer.parse_special_tokens")
+    yield from needs(config, finetune.sft_data is not None, "--sft-data", "tokenizer.parse_special_tokens")
     yield from _validation_problems(config)
     classes = finetune.class_names
     if classes is not None and (len(classes) < 2 or len(set(classes)) < len(classes)):

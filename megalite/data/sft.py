@@ -281,7 +281,7 @@ class SftReader:
         try:
             form = form_of(line)
             if form != PAIR:
-                found = conversation_of(line, form, lambda key: self.chat.template.reads(key))
+                found = conversation_of(line, form, self.chat.template)
                 if found is None:
                     return []
                 samples = self.chat.template.samples(found.messages, tools=found.tools, trained=found.trained)

@@ -177,9 +177,9 @@ class TokensBeside:
     """
 
     def __init__(self, folder: Path):
-        self.settings = _json_object(folder / CONFIG)
+        self.settings = json_object(folder / CONFIG)
         old = "added_tokens_decoder" not in self.settings
-        self.settings |= _json_object(folder / "special_tokens_map.json") if old else {}
+        self.settings |= json_object(folder / "special_tokens_map.json") if old else {}
         try:
             self.named = list(map(_form, _named(self.settings)))
             self.declared = self._older(folder) if old else self._declared()
@@ -193,9 +193,9 @@ class TokensBeside:
         named = {token["content"] for token in self.named}
         result = {
             int(number): {"content": token, "special": token in named, "normalized": token not in named}
-            for token, number in _json_object(folder / "added_tokens.json").items()
+            for token, number in json_object(folder / "added_tokens.json").items()
         }
-        for token in _json_object(folder / "tokenizer.json").get("added_tokens", []):
+        for token in json_object(folder / "tokenizer.json").get("added_tokens", []):
             result[token["id"]] = {key: value for key, value in token.items() if key != "id"}
         return result
 
@@ -242,7 +242,7 @@ def _form(value: Any) -> dict[str, Any]:
     return form
 
 
-def _json_object(file: Path) -> dict[str, Any]:
+def json_object(file: Path) -> dict[str, Any]:
     """An object of a JSON file; empty where there is no such file."""
     if not file.is_file():
         return {}

@@ -51,7 +51,7 @@ def test_the_task_and_the_order_follow_from_the_data() -> None:
         ("--sft-data a --skip-train", "--skip-train leaves nothing to do: give --sft-valid-data or --sft-valid-share"),
         ("--sft-data a --task lm", "--task lm learns from --data-path"),
         ("--mock-data --sft-packing", "--sft-packing needs --task sft"),
-        ("--mock-data --parse-special-tokens", "--parse-special-tokens needs --task sft"),
+        ("--mock-data --parse-special-tokens", "--parse-special-tokens needs --sft-data"),
         ("--mock-data --sft-valid-data a", "--sft-valid-data a needs --sft-data"),
         ("--sft-data a --sft-valid-share 1", "--sft-valid-share 1.0: must be from 0 to below 1"),
         ("--sft-data a --sft-valid-share 0.1 --sft-valid-data b", "--sft-valid-share and --sft-valid-data exclude"),

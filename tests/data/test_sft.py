@@ -331,12 +331,42 @@ BAD = [
     ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history isn't read"),
     ({"messages": CONVERSATION, "system": "x"}, "key system and also a first message"),
     ({"messages": with_keys(loss_mask=0)}, 'message 3 has the key "loss_mask".*"weight": 0 or "train": false'),
+    ({"messages": with_keys(reasoning_content="x")}, 'message 3 has the key "reasoning_content", which nothing reads'),
+    ({"messages": with_keys(tool_calls=[{"name": "f"}])}, 'message 3 has the key "tool_calls", which nothing reads'),
+    ({"messages": CONVERSATION, "tools": [{"name": "f"}]}, "it has tools, and the chat template .* no place for them"),
+    ({"messages": CONVERSATION, "weight": 0}, "the key weight isn't read here.*in its message"),
+    ({"prompt": "a", "completion": "b", "train": False}, "the key train isn't read here"),
+    ({"messages": CONVERSATION, "chat_template_kwargs": {"a": 1}}, "the key chat_template_kwargs isn't read here"),
+    ({"prompt": "a", "completion": "b", "system": "c"}, "it has system beside prompt and completion"),
+    (
+        {"messages": [*MESSAGES[:1], {"role": "assistant", "content": ""}], "system": "x"},
+        "message 2 is an empty answer",
+    ),
     ({"messages": with_keys(weight=0.5)}, "the weight of message 3 must be 0 or 1"),
     ({"messages": with_keys(weight=0, train=True)}, "weight and train of message 3 contradict"),
     ({"messages": [{**CONVERSATION[0], "train": True}, *CONVERSATION[1:]]}, "message 1 has the role system and train"),
     ({"messages": with_keys(train=False)[:3]}, "no assistant turn is trained"),
     ({}, "the line's keys: none"),
 ]
+
+
+def test_tools_are_a_list_or_one_as_json_and_none_where_that_is_empty(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path / "reasoning", REASONING_TEMPLATE)
+    reader = SftReader(options(seq_length=999), HuggingFaceTokenizer(str(folder)), str(folder))
+    tools = [{"name": "f"}]
+    forms = [{"tools": tools}, {"tools": json.dumps(tools)}, {}, {"tools": []}, {"tools": "[]"}, {"tools": None}]
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": MESSAGES, **form} for form in forms])
+    data, _ = reader.read([file], "--sft-data")
+    with_tools, same, *others = (data.tokens[a:b].tolist() for a, b in zip(data.begins, data.begins[1:], strict=False))
+    assert with_tools == same
+    assert all(other == others[0] != with_tools for other in others)
+
+
+def test_a_conversation_that_the_template_can_not_begin_with_is_told(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path / "reasoning", "{{ messages[0].content }}")
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": [MESSAGES[1], *MESSAGES]}])
+    with pytest.raises(UserError, match=r"a\.jsonl:1: it begins with an answer.*begin with a message of the system or"):
+        SftReader(options(), HuggingFaceTokenizer(str(folder)), str(folder)).read([file], "--sft-data")
 
 
 @pytest.mark.parametrize("value, message", BAD, ids=[str(n) for n in range(len(BAD))])
