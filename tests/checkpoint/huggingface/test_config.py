@@ -244,7 +244,7 @@ def test_part_of_a_head_is_rotated_as_either_key_says() -> None:
         ({**TINY, "rope_scaling": {**YARN, "short_factor": [1.0]}}, "not understood: short_factor [1.0]"),
         (
             {**TINY, "rope_scaling": {**YARN, "mscale": 0.5, "mscale_all_dim": 1.0, "attention_factor": 1.0}},
-            "exclude each other: both give the attention factor",
+            "exclude each other: both decide the attention factor",
         ),
         ({**TINY, "original_max_position_embeddings": 8, "rope_scaling": YARN}, "original_max_position_embeddings 16"),
         ({**TINY, "rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling lacks factor"),
