@@ -70,8 +70,8 @@ def save_checkpoint(
         on_first_rank(lambda: storage.begin(root, iteration), mesh.world)
         begun = True
         agree(attempt(lambda: _see(folder)), mesh.world)
-        sums = write_shards(folder, owned_chunks(pieces, mesh), mesh.world)
-        on_first_rank(lambda: storage.write_documents(folder, texts, sums), mesh.world)
+        write_shards(folder, owned_chunks(pieces, mesh), mesh.world)
+        on_first_rank(lambda: storage.write_documents(folder, texts), mesh.world)
         on_first_rank(lambda: keep(root, beside or {}), mesh.world)
         on_first_rank(lambda: storage.commit(root, iteration), mesh.world)
     except CheckpointError as error:  # on all ranks alike

@@ -1,8 +1,7 @@
-"""Checksums of all files of a checkpoint, in a file beside them.
+"""Checksums of the small files of a checkpoint, in a file beside them.
 
-Key idea: whoever writes a file sums what passes, so nothing is read again. Small files are compared before they are
-believed; of the large ones the reader verifies the parts that it takes (`shards.py`), and the sums here let a copy be
-compared as a whole. A checkpoint of an older version has no such file and loads without it.
+Key idea: small files are compared before they are believed. Data files need no sums here: each tensor in them has its
+own, which its reader verifies (`shards.py`). A checkpoint of an older version has no such file and loads without it.
 """
 
 from __future__ import annotations
@@ -17,20 +16,15 @@ CHECKSUMS = "checksums.json"
 DATA_SUFFIX = ".distcp"
 
 
-def text_of(crc: int) -> str:
-    """A CRC-32 as it is written: 8 hex digits."""
-    return f"{crc:08x}"
-
-
 def checksum(content: bytes) -> str:
-    """CRC-32 (of zlib and zip) of some bytes."""
-    return text_of(zlib.crc32(content))
+    """CRC-32 (of zlib and zip) of some bytes, as 8 hex digits."""
+    return f"{zlib.crc32(content):08x}"
 
 
-def write_checksums(folder: Path, data_sums: dict[str, str]) -> None:
-    """Write the sums of all that lies in `folder`; those of data files are given. An OSError where that fails."""
+def write_checksums(folder: Path) -> None:
+    """Write the sums of all in `folder` that isn't a data file. An OSError where that fails."""
     small = (path for path in folder.iterdir() if path.suffix != DATA_SUFFIX)
-    files = data_sums | {path.name: checksum(path.read_bytes()) for path in small}
+    files = {path.name: checksum(path.read_bytes()) for path in small}
     values = {"algorithm": "crc32", "files": dict(sorted(files.items())), "files_checksum": _of_table(files)}
     (folder / CHECKSUMS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -44,7 +38,7 @@ def check_small_files(folder: Path) -> None:
     table = _read(folder / CHECKSUMS)
     for name, expected in table.items():
         path = folder / name
-        if path.suffix == DATA_SUFFIX:
+        if path.suffix == DATA_SUFFIX:  # an older version wrote these too
             continue
         try:
             found = checksum(path.read_bytes())

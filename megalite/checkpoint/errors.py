@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megalite.config.errors import FlagError, UserError
+from megalite.config.errors import UserError
 from megalite.distributed.collectives import all_gather_objects, broadcast_object
 from megalite.distributed.mesh import Group
 
@@ -35,8 +35,6 @@ def attempt(function: Callable[[], object]) -> str | None:
     """Run `function`; the message of what went wrong with the file system or a file, None where nothing did."""
     try:
         function()
-    except FlagError:  # judged alike on all ranks
-        raise
     except (UserError, OSError) as error:
         return str(error)
     return None

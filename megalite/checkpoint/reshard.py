@@ -35,8 +35,8 @@ def reshard(source: CheckpointDirectory, root: Path, *, files: int = 1) -> Path:
     }
     kept = source.path.parent / FOLDER
     with storage.first_checkpoint(root, source.iteration, FOLDER) as folder:
-        sums = write_shards(folder, chunks, single_process_mesh().world, files=files)
-        storage.write_documents(folder, {name: _text(source.path / name) for name in storage.DOCUMENTS}, sums)
+        write_shards(folder, chunks, single_process_mesh().world, files=files)
+        storage.write_documents(folder, {name: _text(source.path / name) for name in storage.DOCUMENTS})
         if kept.is_dir():
             write_small_files(root / FOLDER, read_small_files(kept))
     return root / storage.directory_name(source.iteration)

@@ -29,11 +29,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megalite.checkpoint.checksums import text_of
 from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.checkpoint.metadata import StoredChunk
 from megalite.checkpoint.planner import Chunk, GlobalSavePlanner, Read
-from megalite.distributed.collectives import all_gather_objects
 from megalite.distributed.mesh import Group
 from megalite.files.atomic import sync
 
@@ -42,11 +40,9 @@ _RECORD = "archive/data/0"  # where torch.save puts the bytes of the one tensor
 _LOCAL_HEADER = 30  # bytes of a zip entry's header before its name
 
 
-def write_shards(
-    directory: Path, chunks: dict[str, list[Chunk]], group: Group, *, files: int = THREADS
-) -> dict[str, str]:
-    """Write every member's chunks and the index into `directory`, synced to the disk; the checksum of each data file.
-    Collective. `files`: of each member, where it has so many chunks.
+def write_shards(directory: Path, chunks: dict[str, list[Chunk]], group: Group, *, files: int = THREADS) -> None:
+    """Write every member's chunks and the index into `directory`, synced to the disk. Collective. `files`: of each
+    member, where it has so many chunks.
 
     Where a member fails, all raise the same `CheckpointError`, naming rank and file, once nobody writes any more.
     """
@@ -68,7 +64,6 @@ def write_shards(
             if isinstance(error, (CheckpointError, OSError)):
                 raise CheckpointError(f"rank {group.ranks[index]}: {error}") from None
             raise RuntimeError(str(failed)) from None
-    return {name: text for sums in all_gather_objects(writer.sums, group) for name, text in sums.items()}
 
 
 class _NamedFiles(FileSystem):
@@ -93,7 +88,6 @@ class _ShardWriter(dcp.FileSystemWriter):
         super().__init__(directory)
         self.directory, self.files = directory, files
         self.fs = _NamedFiles()
-        self.sums: dict[str, str] = {}  # of the files that this rank has written
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
@@ -112,34 +106,16 @@ class _ShardWriter(dcp.FileSystemWriter):
         """The chunks one after the other, each with one copy in memory while it's written."""
         results = []
         with self.fs.create_stream(self.directory / name, "wb") as opened:
-            stream = _Summing(cast(BinaryIO, opened))
+            stream = cast(BinaryIO, opened)
             for item in items:
                 start = stream.tell()
                 data = planner.resolve_data(item)
                 assert isinstance(data, Tensor)
-                torch.save(_compact(data), cast(BinaryIO, stream))
+                torch.save(_compact(data), stream)
                 length = stream.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
-            sync(stream.file)
-        self.sums[name] = text_of(stream.crc)
+            sync(stream)
         return results
-
-
-class _Summing:
-    """A file to write to from its beginning, and the CRC-32 of all that was written."""
-
-    def __init__(self, file: BinaryIO):
-        self.file, self.crc = file, 0
-
-    def write(self, data: Any) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        return self.file.write(data)
-
-    def tell(self) -> int:
-        return self.file.tell()
-
-    def flush(self) -> None:
-        self.file.flush()
 
 
 def _compact(tensor: Tensor) -> Tensor:

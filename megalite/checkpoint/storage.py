@@ -124,13 +124,12 @@ def documents(config: RunConfig, training_state: dict[str, Any]) -> dict[str, st
     return {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
 
 
-def write_documents(folder: Path, texts: dict[str, str], data_sums: dict[str, str]) -> None:
-    """Write each text to its file, and the checksums of all files of the checkpoint: `data_sums` of its data files,
-    which their writers know, and those of the others."""
+def write_documents(folder: Path, texts: dict[str, str]) -> None:
+    """Write each text to its file, and the checksums of all that isn't a data file."""
     try:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        write_checksums(folder, data_sums)
+        write_checksums(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: {reason(error)}") from error
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from megalite.config.check_run import needs
 from megalite.config.fields import all_fields, get
+from megalite.config.outputs import adapter_folders
 from megalite.config.schema import RunConfig
 
 _OTHER_SOURCES = ("mock_data", "data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
@@ -24,7 +26,7 @@ def finetune_problems(config: RunConfig) -> Iterator[str]:
         (task != "classification", "--task sft or lm", ["eval_prompt"]),
     ):
         yield from needs(config, needed, reason, *(f"finetune.{name}" for name in names))
-    yield from needs(config, task == "sft", "--task sft", "tokenizer.parse_special_tokens")
+    yield from needs(config, finetune.sft_data is not None, "--sft-data", "tokenizer.parse_special_tokens")
     yield from _validation_problems(config)
     classes = finetune.class_names
     if classes is not None and (len(classes) < 2 or len(set(classes)) < len(classes)):
@@ -49,7 +51,8 @@ def _validation_problems(config: RunConfig) -> Iterator[str]:
             yield f"{flag} needs a validation set: give --sft-valid-data or --sft-valid-share"
         if config.validation.eval_iters == 0:
             yield f"{flag} needs evaluations, and --eval-iters is 0"
-    if peft.save_best_adapter is not None and peft.save_best_adapter == peft.save_adapter:
+    folders = adapter_folders(peft).values()
+    if len({os.path.realpath(folder) for folder in folders}) < len(folders):
         yield f"--save-best-adapter {peft.save_best_adapter} is the folder of --save-adapter: give it one of its own"
 
 

@@ -60,7 +60,10 @@ def cached_arrays(
                 np.save(stream, array, allow_pickle=False)
         return tuple(np.load(path, mmap_mode="r") for path in paths)
     except (UserError, OSError, ValueError) as error:
-        notes.append(f"cannot keep the sample index in {folder} ({error}); it is built in memory at every start")
+        notes.append(
+            f"cannot keep the sample index in {folder} ({error}), so every start builds it in memory: name a folder "
+            "that can be written with --data-cache-path"
+        )
         return arrays
 
 

@@ -1,7 +1,7 @@
 """The forms in which files hold conversations and answers, as one: messages of role and content.
 
-The key idea: every key of a message is read, means nothing because it is null, or is refused. A key that was ignored
-would train something else than its writer meant.
+The key idea: every key of a message is read, means nothing because it is null or empty, or is refused. A key that was
+ignored would train something else than its writer meant.
 
 | form | keys of a line |
 |---|---|
@@ -13,10 +13,12 @@ would train something else than its writer meant.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import json
 from dataclasses import dataclass
 from typing import Any
 
+from megalite.data.chat_template import ChatTemplate
 from megalite.data.jsonl import Line, shown
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -27,7 +29,10 @@ FORMS = {
     "prompt and completion": ("prompt", "completion"),
 }
 PAIR = "prompt and completion"
-_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "weight", "train")
+# Names and numbers of calls say which message answers which: a template may do without.
+_KEYS = ("role", "content", "name", "tool_call_id", "weight", "train")
+_OF_MESSAGES = ("weight", "train", "loss_mask", "chat_template_kwargs")  # would change much and mean nothing on a line
+_OUT_OF_LOSS = 'an answer stays out of the loss with "weight": 0 or "train": false in its message'
 _SENDERS = {
     "human": "user",
     "user": "user",
@@ -51,6 +56,9 @@ class Conversation:
 
 def form_of(line: Line) -> str:
     """Which of FORMS a line has. Raises UserError where it has none or several."""
+    for key in _OF_MESSAGES:
+        if line.value.get(key) is not None:
+            raise line.error(f"the key {key} isn't read here: {_OUT_OF_LOSS}")
     found = [form for form, keys in FORMS.items() if line.value.keys() >= set(keys)]
     if len(found) == 1:
         return found[0]
@@ -64,13 +72,12 @@ def form_of(line: Line) -> str:
     )
 
 
-def conversation_of(line: Line, form: str, reads: Callable[[str], bool]) -> Conversation | None:
+def conversation_of(line: Line, form: str, template: ChatTemplate) -> Conversation | None:
     """The conversation of a line of one of the forms other than PAIR. None for Alpaca's lines without an output, of
     which its published files have some.
 
-    reads: whether the chat template makes use of a key of messages. Raises UserError with file and line.
+    template: what messages and tools hold must mean something to it. Raises UserError with file and line.
     """
-    value = line.value
     if form == "messages":
         messages = _list_of(line, "messages", "role and content")
     elif form == "conversations":
@@ -79,20 +86,34 @@ def conversation_of(line: Line, form: str, reads: Callable[[str], bool]) -> Conv
         return None
     else:
         messages = _exchange(line)
-    tools, system = value.get("tools"), value.get("system")
-    if tools is not None and not isinstance(tools, list):
-        raise line.error(f"tools must be a list, not {shown(tools)}")
-    if system:
-        if isinstance(messages[0], dict) and messages[0].get("role") == "system":
+    tools = _tools(line)
+    if tools and not template.mentions("tools"):
+        raise line.error(f"it has tools, and the chat template {template.name} has no place for them: take them out")
+    checked = [_checked(line, number, message, template) for number, message in enumerate(messages, start=1)]
+    if line.value.get("system"):
+        if checked[0][0]["role"] == "system":
             raise line.error("it has the key system and also a first message of the role system: leave one out")
-        messages = [{"role": "system", "content": _text(line, "system")}, *messages]
-    checked = [_checked(line, number, message, reads) for number, message in enumerate(messages, start=1)]
+        checked.insert(0, ({"role": "system", "content": _text(line, "system")}, False))
     trained = [n for n, (message, counts) in enumerate(checked) if message["role"] == "assistant" and counts]
     return Conversation([message for message, _ in checked], tools, trained)
 
 
+def _tools(line: Line) -> list[Any] | None:
+    """A list of them, or one as JSON in a string, as some files of ShareGPT's form have it."""
+    tools = line.value.get("tools") or None
+    if isinstance(tools, str):
+        with contextlib.suppress(ValueError):
+            tools = json.loads(tools) or None
+    if tools is not None and not isinstance(tools, list):
+        raise line.error(f"tools must be a list, not {shown(tools)}")
+    return tools
+
+
 def pair_of(line: Line) -> tuple[str, str]:
     """Prompt and completion of a line that has both."""
+    for key in ("system", "tools"):
+        if line.value.get(key):
+            raise line.error(f"it has {key} beside prompt and completion, which take no chat template: use messages")
     completion = _text(line, "completion")
     if not completion.strip():
         raise line.error("the completion is empty")
@@ -134,7 +155,7 @@ def _exchange(line: Line) -> list[Any]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(line, "output")}]
 
 
-def _checked(line: Line, number: int, message: Any, reads: Callable[[str], bool]) -> tuple[dict[str, Any], bool]:
+def _checked(line: Line, number: int, message: Any, template: ChatTemplate) -> tuple[dict[str, Any], bool]:
     """A message without what is said of its training, and whether it counts."""
     if not isinstance(message, dict):
         raise line.error(f"message {number} must be an object with role and content, not {shown(message)}")
@@ -143,10 +164,10 @@ def _checked(line: Line, number: int, message: Any, reads: Callable[[str], bool]
         problem = f"has the role {shown(role)}" if "role" in message else "has no role"
         raise line.error(f"message {number} {problem}; known are {', '.join(ROLES)}")
     for key, value in message.items():
-        if key not in _KEYS and value is not None and not reads(key):
+        if key not in _KEYS and value not in (None, "", [], {}) and not template.reads(key):
             raise line.error(
                 f"message {number} has the key {shown(key)}, which nothing reads; known are {', '.join(_KEYS)}, and "
-                'what the chat template reads. An answer stays out of the loss with "weight": 0 or "train": false'
+                f"what the chat template {template.name} reads; {_OUT_OF_LOSS}"
             )
     counts = _counts(line, number, message)
     calls = role == "assistant" and message.get("tool_calls")

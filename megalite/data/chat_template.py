@@ -23,11 +23,11 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from megalite.config.errors import FlagError, UserError
-from megalite.data.jinja_environment import CLOSE, OPEN, template_environment
+from megalite.data.jinja_environment import CLOSE, OPEN, keys_and_variables, template_environment
 from megalite.data.jsonl import shown
 from megalite.data.segments import BOS_SIGN, EOD_SIGN, Segment, TextEncoder, unguarded
 from megalite.data.tokenizer_base import Tokenizer, first_line, read_file
-from megalite.data.tokenizer_json import ROLES
+from megalite.data.tokenizer_json import ROLES, json_object
 
 CHATML = "chatml"  # the name of the built-in template
 
@@ -74,6 +74,7 @@ class ChatTemplate:
             self._template = template_environment().from_string(source, globals=dict(variables))
         except TemplateSyntaxError as error:
             raise UserError(f"the chat template {name}, line {error.lineno}: {error.message}") from None
+        self._keys, self._read = keys_and_variables(source)
 
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = False
@@ -85,8 +86,24 @@ class ChatTemplate:
         return unguarded(_MARKED.sub("", self._render(messages, tools, add_generation_prompt)))
 
     def reads(self, key: str) -> bool:
-        """Whether the program mentions this key of a message."""
-        return re.search(rf"\b{re.escape(key)}\b", self.source) is not None
+        """Whether the program takes this key of a message, or of some object: `.key`, `['key']` or `get('key')`."""
+        return key in self._keys
+
+    def mentions(self, variable: str) -> bool:
+        """Whether the program reads this variable."""
+        return variable in self._read
+
+    def marks_of_turns(self, tokens: Collection[str]) -> set[str]:
+        """Those of some tokens that frame a message: it could forge a turn with them. They are what the template writes
+        for plain messages as well as for the next answer's beginning, and ends of text; one of both alone may be
+        content (`<think>`)."""
+        question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
+        try:
+            told = self.render([question, answer, question])
+            begun = self.render([question], add_generation_prompt=True)
+        except UserError:  # it refuses even the plainest conversation
+            told = begun = ""
+        return {token for token in tokens if (token in told and token in begun) or token in self.variables.values()}
 
     def samples(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, trained: Collection[int] | None = None
@@ -137,11 +154,11 @@ class ChatTemplate:
         them, None where none can."""
         samples: list[list[Segment]] = []
         known, place = None, 0
-        for n in answers:
-            before = self._render(messages[:n], tools, True)
+        for number, n in enumerate(answers, start=1):
+            before = self._before(messages[:n], tools)
             until = self._render(messages[: n + 1], tools, False)
             if not until.startswith(before):
-                raise self._unstable(n + 1)
+                raise self._unstable(number)
             if known is None or not before.startswith(known):
                 samples.append([])
                 place = 0
@@ -151,6 +168,18 @@ class ChatTemplate:
             samples[-1] += [Segment(before[place:], False), Segment(answer, True)]
             place = len(before) + len(answer)
         return samples, known
+
+    def _before(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+        """The prompt for an answer."""
+        try:
+            return self._render(messages, tools, True)
+        except UserError:
+            if messages:
+                raise
+            raise UserError(
+                f"it begins with an answer, which the chat template {self.name} refuses: begin with a message of the "
+                "system or the user"
+            ) from None
 
     def _marked(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, answers: Sequence[int], chosen: Sequence[int]
@@ -222,7 +251,7 @@ class ChatTemplate:
 
     def _unstable(self, number: int) -> UnstableTemplateError:
         return UnstableTemplateError(
-            f"the chat template {self.name} doesn't write message {number} as the continuation of its own prompt for "
+            f"the chat template {self.name} doesn't write answer {number} as the continuation of its own prompt for "
             f"it, so it isn't clear which text the answer is. Give --chat-template {CHATML}, or a template file that "
             "marks answers with {% generation %}"
         )
@@ -261,7 +290,7 @@ def load_chat(choice: str | None, tokenizer: Tokenizer, tokenizer_model: str | N
     if tokenizer_model is not None:
         folder = Path(tokenizer_model) if Path(tokenizer_model).is_dir() else Path(tokenizer_model).parent
     if choice == CHATML:
-        return Chat(_built_in(encoder), encoder)
+        return _chat(_CHATML_SOURCE, CHATML, _built_in_tokens(encoder), tokenizer)
     found = _own(folder) if choice is None else _from_file(Path(choice))
     if found is None:
         where = choice or (str(folder) if folder is not None else "this tokenizer")
@@ -270,16 +299,21 @@ def load_chat(choice: str | None, tokenizer: Tokenizer, tokenizer_model: str | N
             f"--chat-template {CHATML} or a file"
         )
     source, name = found
-    variables = _special_tokens(folder, encoder)
+    return _chat(source, name, _special_tokens(folder, encoder), tokenizer)
+
+
+def _chat(source: str, name: str, variables: Mapping[str, str], tokenizer: Tokenizer) -> Chat:
+    """For this chat, tokens that mark turns are special ones, whatever the tokenizer's files call them."""
+    marks = ChatTemplate(source, name, variables).marks_of_turns(tokenizer.added.keys() - tokenizer.special)
+    encoder = TextEncoder(tokenizer.with_special(marks) if marks else tokenizer)
     return Chat(ChatTemplate(source, name, variables, encoder.protect, encoder.stops), encoder)
 
 
-def _built_in(encoder: TextEncoder) -> ChatTemplate:
+def _built_in_tokens(encoder: TextEncoder) -> dict[str, str]:
     tokenizer = encoder.tokenizer
     begins = tokenizer.bos is not None and encoder.prefix == [tokenizer.bos]
     one_id = len(encoder.ids("<|im_end|>")) == 1
-    variables = {"bos_token": BOS_SIGN if begins else "", "end_of_turn": "<|im_end|>" if one_id else EOD_SIGN}
-    return ChatTemplate(_CHATML_SOURCE, CHATML, variables, encoder.protect, encoder.stops)
+    return {"bos_token": BOS_SIGN if begins else "", "end_of_turn": "<|im_end|>" if one_id else EOD_SIGN}
 
 
 def _own(folder: Path | None) -> tuple[str, str] | None:
@@ -295,7 +329,7 @@ def _from_file(file: Path) -> tuple[str, str] | None:
     """Source and name; None for a JSON file without a template."""
     content = read_file("--chat-template", str(file))
     if file.suffix == ".json":
-        template = _json_object(file).get("chat_template")
+        template = json_object(file).get("chat_template")
         if isinstance(template, list):  # several with names
             chosen = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
             template = chosen[0].get("template") if chosen else None
@@ -313,9 +347,7 @@ def _special_tokens(folder: Path | None, encoder: TextEncoder) -> dict[str, str]
     tokenizer can't read that text back."""
     result: dict[str, str] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if folder is None or not (folder / name).is_file():
-            continue
-        values = _json_object(folder / name)
+        values = {} if folder is None else json_object(folder / name)
         for role in ROLES:
             value = values.get(role)
             text = value.get("content") if isinstance(value, dict) else value
@@ -326,16 +358,6 @@ def _special_tokens(folder: Path | None, encoder: TextEncoder) -> dict[str, str]
         if known is not None and (role not in result or encoder.ids(result[role]) != [known]):
             result[role] = sign
     return result
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text("utf-8-sig"))
-    except ValueError as error:
-        raise UserError(f"{file}: broken JSON ({first_line(error)})") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{file}: not a JSON object")
-    return value
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:

@@ -86,7 +86,7 @@ def _read(
         builder, encoder, cut = SequenceBuilder(), TextEncoder(tokenizer), 0
         labels: list[str | int] = []
         for line in (line for path in paths for line in read_lines(path, flag, progress)):
-            ids, label = _encode(line, tokenizer), _label(line, names)
+            ids, label = _encode(line, encoder), _label(line, names)
             if labels and type(label) is not type(labels[0]):
                 raise line.error(f"label {shown(label)}: other lines have labels like {shown(labels[0])}")
             if len(ids) > seq_length:
@@ -100,8 +100,8 @@ def _read(
         return data.tokens, data.counted, data.begins, data.origins, np.frombuffer(text, np.uint8), np.array([cut])
 
     kept = ("tokens", "counted", "begins", "origins", "labels", "cut")
-    key = {"seq_length": seq_length, "names": names}
-    arrays = build() if cache is None else cache.arrays("labels", paths, key, kept, build, notes)
+    key = {"seq_length": seq_length, "labels": names}
+    arrays = build() if cache is None else cache.arrays(tokenizer, paths, key, kept, build, notes)
     return TokenSequences(*arrays[:4]), json.loads(arrays[4].tobytes()), int(arrays[5][0])
 
 
@@ -169,14 +169,14 @@ def build_classification_datasets(
 
 def check_classification(options: SftOptions, tokenizer: Tokenizer, names: Sequence[str] | None = None) -> list[str]:
     """Problems that the first line of each file shows. Cheap, for the time before process groups exist."""
-    problems = []
+    problems, encoder = [], TextEncoder(tokenizer)
     for flag, paths in (("--sft-data", options.data), ("--sft-valid-data", options.valid_data)):
         found = False
         for path in paths:
             try:
                 for line in itertools.islice(read_lines(path, flag), 1):
                     found = True
-                    _encode(line, tokenizer)
+                    _encode(line, encoder)
                     _label(line, names)
             except UserError as error:
                 found = True
@@ -198,7 +198,7 @@ def _summary(split: str, files: Sequence[str], dataset: ClassificationDataset, d
     )
 
 
-def _encode(line: Line, tokenizer: Tokenizer) -> list[int]:
+def _encode(line: Line, encoder: TextEncoder) -> list[int]:
     for key in ("text", "label"):
         if key not in line.value:
             there = ", ".join(list(line.value)[:8]) or "none"
@@ -209,7 +209,7 @@ def _encode(line: Line, tokenizer: Tokenizer) -> list[int]:
     if not text.strip():
         raise line.error("the text is empty")
     try:
-        ids = tokenizer.tokenize(text)
+        ids = encoder.whole(text)
     except UserError as error:
         raise line.error(str(error)) from None
     if not ids:

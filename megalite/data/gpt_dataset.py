@@ -139,11 +139,12 @@ def build_datasets(config: RunConfig, eod: int, vocab_size: int, sizes: tuple[in
 
     eod: id of the end of document. vocab_size: entries of the vocabulary, EOD counted. sizes: samples wanted from
     train, valid and test (`splits.split_sizes`); 0: none. With --full-validation valid and test are the whole split
-    once, last partial sequence dropped, whatever their sizes. Every process may call it at the same time.
+    once, last partial sequence dropped, however many are wanted. Every process may call it at the same time.
 
     Raises UserError naming the flag or file where the data can't give what is wanted.
     """
-    wanted: tuple[int | None, ...] = (sizes[0], None, None) if config.validation.full_validation else sizes
+    train, *others = sizes
+    wanted = (train, *(None if size and config.validation.full_validation else size for size in others))
     result = Datasets()
     if config.data.mock_data:
         sets: list[SampleSource | None] = [

@@ -41,6 +41,18 @@ def template_environment() -> Environment:
     return environment
 
 
+def keys_and_variables(source: str) -> tuple[set[str], set[str]]:
+    """The keys that a program takes of objects, by `.key`, `['key']` or `get('key')`, and the variables that it
+    reads."""
+    tree = template_environment().parse(source)
+    keys = {each.attr for each in tree.find_all(nodes.Getattr)}
+    named = [each.arg for each in tree.find_all(nodes.Getitem)]
+    gets = (call for call in tree.find_all(nodes.Call) if getattr(call.node, "attr", "") == "get")
+    named += [call.args[0] for call in gets if call.args]
+    keys |= {each.value for each in named if isinstance(each, nodes.Const)}
+    return keys, {each.name for each in tree.find_all(nodes.Name) if each.ctx == "load"}
+
+
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,

@@ -20,7 +20,7 @@ from megalite.data.text_input import COMPRESSED, read_chunks
 
 # Code points that Unicode reserves for a program's own use and that no text holds: signs between the writer of a text
 # and its encoder.
-NONCHARACTERS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4\ufdd5"
+NONCHARACTERS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4\ufdd5\ufdd6"
 
 
 Progress = Callable[[int], object]

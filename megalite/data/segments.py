@@ -54,8 +54,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.prefix, closing = tokenizer.template()
-        self._after = len(closing)
+        self.prefix, self._closing = tokenizer.template()
         names = "|".join(re.escape(name) for name in sorted(tokenizer.special, key=len, reverse=True))
         self._names = re.compile(names) if names else None
         self._guarded = re.compile(f"{_OPEN}({names}){_CLOSE}|({names})")
@@ -88,12 +87,17 @@ class TextEncoder:
         (ids,) = self.tokenizer.tokenize_alone([text], special=not guarded)
         return ids
 
+    def whole(self, text: str) -> list[int]:
+        """Ids of a user's text inside the tokenizer's own template."""
+        return [*self.prefix, *self.ids(self.protect(text)), *self._closing]
+
     def cut(self, ids: list[int], length: int) -> list[int]:
         """A text's ids, template included, cut to `length`, which is less: the template's stay, the text loses its end.
         A FlagError where the template alone is as long."""
-        if len(self.prefix) + self._after >= length:
+        after = len(self._closing)
+        if len(self.prefix) + after >= length:
             raise FlagError(f"--seq-length {length} leaves no room for a text: the tokenizer's template takes it all")
-        return [*ids[: length - self._after], *ids[len(ids) - self._after :]]
+        return [*ids[: length - after], *ids[len(ids) - after :]]
 
     def encode(self, segments: Sequence[Segment]) -> list[EncodedPiece]:
         """The ids of each segment, in order; empty ones left out."""

@@ -13,6 +13,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -146,11 +147,9 @@ def _read(reader: SftReader, paths: Sequence[str], flag: str, notes: list[str]) 
         data, report = reader.read(paths, flag, progress)
         return data.tokens, data.counted, data.begins, data.origins, np.array(astuple(report), dtype=np.int64)
 
-    kept = {"seq_length": options.seq_length, "long_answers": options.long_answers}
-    template = options.chat_template
-    key = kept | {"template": template, "template_file": cache.content(template) if template else None}
+    key = {"seq_length": options.seq_length, "long_answers": options.long_answers, "template": reader.template()}
     names = ("tokens", "counted", "begins", "origins", "report")
-    *arrays, counts = cache.arrays("answers", paths, key, names, build, notes)
+    *arrays, counts = cache.arrays(reader.tokenizer, paths, key, names, build, notes)
     return TokenSequences(*arrays), ReadReport(*counts.tolist())
 
 
@@ -206,6 +205,14 @@ class SftReader:
     @functools.cached_property
     def chat(self) -> Chat:
         return load_chat(self.options.chat_template, self.tokenizer, self.tokenizer_model)
+
+    def template(self) -> list[Any]:
+        """All of the chat template that samples depend on; nothing where there is none, as for pairs alone."""
+        try:
+            chat = self.chat.template
+        except UserError:
+            return []
+        return [chat.source, chat.variables]
 
     def read(
         self, paths: Sequence[str], flag: str, progress: Progress | None = None
@@ -274,11 +281,11 @@ class SftReader:
         try:
             form = form_of(line)
             if form != PAIR:
-                found = conversation_of(line, form, lambda key: self.chat.template.reads(key))
+                found = conversation_of(line, form, self.chat.template)
                 if found is None:
                     return []
                 samples = self.chat.template.samples(found.messages, tools=found.tools, trained=found.trained)
-                return [self.encoder.encode(segments) for segments in samples]
+                return [self.chat.encoder.encode(segments) for segments in samples]
             prompt, completion = map(self.encoder.protect, pair_of(line))
             pieces = self.encoder.encode([Segment(prompt, False), Segment(completion + EOD_SIGN, True)])
             return [[EncodedPiece(self.encoder.prefix, False), *pieces]]

@@ -7,15 +7,20 @@ template writes the token (`tokenize`), a document or a message writes plain tex
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib
+import json
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megalite.config.errors import UserError
+from megalite.data.jsonl import NONCHARACTERS
 
-MARK = "\ufdd6"  # a code point that no text holds; begins and ends the name of a special token, see `marked`
+MARK = NONCHARACTERS[6]  # begins and ends the name of a special token, see `marked`
 
 
 class Tokenizer(ABC):
@@ -23,7 +28,8 @@ class Tokenizer(ABC):
 
     `vocab_size` is the largest possible id + 1. `eod` ends a document, `bos` begins one, `pad` fills up a batch; each
     is None where the tokenizer has no such id. `special`: the texts that `tokenize` reads as special tokens, and their
-    ids. `parse_special_tokens`: they are special tokens in documents and messages too, as the user asked.
+    ids. `added`: the texts that `tokenize` reads as one token each, whether special or not. `parse_special_tokens`:
+    special tokens are such in documents and messages too, as the user asked.
     """
 
     vocab_size: int
@@ -31,6 +37,7 @@ class Tokenizer(ABC):
     bos: int | None = None
     pad: int | None = None
     special: Mapping[str, int] = {}
+    added: Mapping[str, int] = {}
     parse_special_tokens: bool = False
 
     @abstractmethod
@@ -45,7 +52,26 @@ class Tokenizer(ABC):
 
     def marked(self, token: str) -> str:
         """How a special token is written in a text whose other special tokens are plain text."""
-        return token
+        return f"{MARK}{self._secret} {self.special[token]}{MARK}"
+
+    @functools.cached_property
+    def _secret(self) -> str:
+        """Makes the names of special tokens such as no text can hold. Ids don't depend on it."""
+        return secrets.token_hex(8)
+
+    def with_special(self, tokens: Collection[str]) -> Tokenizer:
+        """The same tokenizer, for which these of its `added` tokens are special too."""
+        raise NotImplementedError(f"{type(self).__name__} has no others than special tokens")
+
+    def fingerprint(self) -> str:
+        """Hash of all that ids depend on, but for the version of the tokenizer's library: as loaded, whatever files it
+        came from."""
+        roles = [self.vocab_size, self.eod, self.bos, self.pad, self.parse_special_tokens, sorted(self.special.items())]
+        return hashlib.blake2b(json.dumps(roles).encode() + self._content()).hexdigest()
+
+    def _content(self) -> bytes:
+        """What the library was built of; nothing where there is none."""
+        return b""
 
     def is_control(self, token: int) -> bool:
         """Whether this id ends a document or is a token of its own, which ordinary text doesn't hold."""

@@ -6,15 +6,15 @@ holds. It reads `<|im_end|>` as the plain text that it is in a user's message, a
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megalite.config.errors import UserError
-from megalite.data.tokenizer_base import MARK, Tokenizer, first_line, load_library, read_file
+from megalite.data.tokenizer_base import Tokenizer, first_line, load_library, read_file
 
 CONFIG = "tokenizer_config.json"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -31,13 +31,9 @@ class TokenizersLibrary(Tokenizer):
         self.backend = backend
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)  # ids may have holes
         self.special = {**self.special, **_special(backend)}
-        secret = secrets.token_hex(8)  # so that no text can hold these names; ids don't depend on it
-        # A single character that the model knows (CLIP pads with "!") is text as well, of the same id.
+        self.added = {token.content: number for number, token in backend.get_added_tokens_decoder().items()}
         known = backend.get_vocab(with_added_tokens=False)
-        self._names = {
-            token: token if len(token) == 1 and token in known else f"{MARK}{secret} {number}{MARK}"
-            for token, number in self.special.items()
-        }
+        self._characters = {token for token in self.added if len(token) == 1 and token in known}
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return _encode(self.backend, texts, template=True)
@@ -46,12 +42,23 @@ class TokenizersLibrary(Tokenizer):
         return _encode(self.backend if special or not self.special else self._plain, texts, template=False)
 
     def marked(self, token: str) -> str:
-        return self._names[token]
+        # A single character that the model knows (CLIP pads with "!") is text as well, of the same id.
+        return token if token in self._characters else super().marked(token)
+
+    def with_special(self, tokens: Collection[str]) -> Tokenizer:
+        result = copy.copy(self)
+        result.special = {**self.special, **{token: self.added[token] for token in tokens}}
+        vars(result).pop("_plain", None)  # is made of them
+        return result
+
+    def _content(self) -> bytes:
+        return str(self.backend.to_str()).encode()
 
     @functools.cached_property
     def _plain(self) -> Any:
         """The copy that reads special tokens only by their other names."""
-        content = _renamed(json.loads(self.backend.to_str()), self._names)
+        names = {token: self.marked(token) for token in self.special}
+        content = _renamed(json.loads(self.backend.to_str()), names)
         return load_library("tokenizers").Tokenizer.from_str(json.dumps(content))
 
     def is_control(self, token: int) -> bool:
@@ -170,9 +177,9 @@ class TokensBeside:
     """
 
     def __init__(self, folder: Path):
-        self.settings = _json_object(folder / CONFIG)
+        self.settings = json_object(folder / CONFIG)
         old = "added_tokens_decoder" not in self.settings
-        self.settings |= _json_object(folder / "special_tokens_map.json") if old else {}
+        self.settings |= json_object(folder / "special_tokens_map.json") if old else {}
         try:
             self.named = list(map(_form, _named(self.settings)))
             self.declared = self._older(folder) if old else self._declared()
@@ -186,9 +193,9 @@ class TokensBeside:
         named = {token["content"] for token in self.named}
         result = {
             int(number): {"content": token, "special": token in named, "normalized": token not in named}
-            for token, number in _json_object(folder / "added_tokens.json").items()
+            for token, number in json_object(folder / "added_tokens.json").items()
         }
-        for token in _json_object(folder / "tokenizer.json").get("added_tokens", []):
+        for token in json_object(folder / "tokenizer.json").get("added_tokens", []):
             result[token["id"]] = {key: value for key, value in token.items() if key != "id"}
         return result
 
@@ -235,7 +242,7 @@ def _form(value: Any) -> dict[str, Any]:
     return form
 
 
-def _json_object(file: Path) -> dict[str, Any]:
+def json_object(file: Path) -> dict[str, Any]:
     """An object of a JSON file; empty where there is no such file."""
     if not file.is_file():
         return {}

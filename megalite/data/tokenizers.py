@@ -99,6 +99,9 @@ class SentencePieceTokenizer(Tokenizer):
         pieces = (self.processor.id_to_piece(i) for i in range(self.vocab_size))
         return {piece[n : n + 2] for piece in pieces for n in range(len(piece) - 1)}
 
+    def _content(self) -> bytes:
+        return bytes(self.processor.serialized_model_proto())
+
     def _decode(self, ids: list[int]) -> str:
         return str(self.processor.decode(ids))
 
@@ -146,13 +149,14 @@ class TikTokenizer(Tokenizer):
                 ranks = _tiktoken_ranks(content)
                 special = {"<|endoftext|>": max(ranks.values()) + 1}
                 self.eod = special["<|endoftext|>"]
-            self.special = special
-            self._marked = re.compile(f"{MARK}({'|'.join(map(re.escape, special))}){MARK}")
+            self.special = self.added = special
+            self._marked = re.compile(f"{MARK}{self._secret} ([0-9]+){MARK}")
             if missing := [i for i in range(256) if bytes([i]) not in ranks]:
                 raise ValueError(f"the single byte {missing[0]} is no token")
+            self._file, self._pattern = content, TIKTOKEN_PATTERNS[pattern or "v2"]
             self.encoding = library.Encoding(
                 Path(model).stem,
-                pat_str=TIKTOKEN_PATTERNS[pattern or "v2"],
+                pat_str=self._pattern,
                 mergeable_ranks=ranks,
                 special_tokens=special,
             )
@@ -192,12 +196,12 @@ class TikTokenizer(Tokenizer):
     def _plain(self, text: str) -> list[int]:
         parts = self._marked.split(text)  # plain text and marked tokens in turn
         ids = self.encoding.encode_ordinary(parts[0])
-        for token, plain in zip(parts[1::2], parts[2::2], strict=True):
-            ids += [self.special[token], *self.encoding.encode_ordinary(plain)]
+        for number, plain in zip(parts[1::2], parts[2::2], strict=True):
+            ids += [int(number), *self.encoding.encode_ordinary(plain)]
         return ids
 
-    def marked(self, token: str) -> str:
-        return f"{MARK}{token}{MARK}"
+    def _content(self) -> bytes:
+        return self._pattern.encode() + self._file
 
     def _decode(self, ids: list[int]) -> str:
         try:

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -89,7 +88,7 @@ def choose_device(name: str, environment: Environment) -> torch.device:
             f"--device {name}: {environment.local_world_size} processes on this machine need a GPU each, and there are "
             f"{available}: start fewer, or use --device cpu"
         )
-    if not environment.local_rank_is_known:
+    if environment.world_size > 1 and not environment.local_rank_is_known:
         raise FlagError(
             f"--device {name}: LOCAL_RANK isn't set, so each of the {environment.world_size} processes would take GPU "
             "0. Start with torchrun, or set it in each process; under Slurm: export LOCAL_RANK=$SLURM_LOCALID "
@@ -148,23 +147,6 @@ def _meet(environment: Environment, deadline: float) -> tuple[dist.Store, Connec
 
 
 @contextlib.contextmanager
-def _bounded(deadline: float, what: str) -> Iterator[None]:
-    """End the process where the block, which may hang in a library, isn't through at `deadline`."""
-
-    def give_up() -> None:
-        _say(f"error: {what} took over {RENDEZVOUS_SECONDS} s")
-        _exit(1)
-
-    timer = threading.Timer(max(deadline - time.monotonic(), 0.0), give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-@contextlib.contextmanager
 def start(config: LayoutConfig, environment: Environment, device: torch.device) -> Iterator[Mesh]:
     """Process groups for the layout while the block runs. Torn down when it ends well; after an error the process is
     about to exit, and a clean-up that waits for dead peers would only hang."""
@@ -181,11 +163,9 @@ def start(config: LayoutConfig, environment: Environment, device: torch.device) 
     store, connections = _meet(environment, time.monotonic() + RENDEZVOUS_SECONDS)
     watch = Watch(connections, partial(_stop_for, environment))
     store.set_timeout(timeout)
-    with _bounded(time.monotonic() + RENDEZVOUS_SECONDS, "making the process groups"):
-        rank, world = environment.rank, environment.world_size
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-        mesh = Mesh.create(layout, device, backend=backend, timeout=timeout)
-    yield mesh
+    rank, world = environment.rank, environment.world_size
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    yield Mesh.create(layout, device, backend=backend, timeout=timeout)
     dist.barrier()
     watch.close()
     dist.destroy_process_group()
@@ -211,13 +191,18 @@ def _say(message: str) -> None:
 
 
 def _tell(failure: str) -> None:
-    """Tell why this process fails. Under torchrun in the record that it shows last, at the end of its own report."""
+    """Tell why this process fails. Under torchrun in the record that it shows last, at the end of its own report. It
+    shows that of the last attempt alone, so before that, or where the record can't be written, on stderr."""
     record = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if record is None:
-        _say(failure)
-        return
     told = {"message": failure, "extraInfo": {"py_callstack": failure, "timestamp": str(int(time.time()))}}
-    Path(record).write_text(json.dumps({"message": told}), encoding="utf-8")
+    try:
+        if record is not None:
+            Path(record).write_text(json.dumps({"message": told}), encoding="utf-8")
+            if os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
+                return
+    except OSError:
+        pass
+    _say(failure)
 
 
 def _fail(error: BaseException, environment: Environment) -> None:

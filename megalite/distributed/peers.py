@@ -7,6 +7,7 @@ nobody needs a collective's timeout to learn of it. Rank 0 then tells the others
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import selectors
@@ -24,7 +25,9 @@ _GREETING = struct.Struct("!16sI")  # the meeting's token, the rank
 _NEWS = struct.Struct("!i")  # the rank that was lost, or:
 _GO, _GOODBYE = -1, -2
 _KEY = "megalite/meeting"
+_MASTER = "master"  # in place of an address: the one that each machine has for the master
 _PAUSE = 0.05  # seconds between two looks
+_TRY = 5.0  # seconds for one connection
 
 Connections = Mapping[int, socket.socket]
 """rank → connection: of rank 0 to all others, of every other rank to rank 0"""
@@ -55,24 +58,31 @@ def open_store(address: str, port: int, rank: int, deadline: float) -> dist.Stor
 
 
 def meet(store: dist.Store, rank: int, world_size: int, toward: tuple[str, int], deadline: float) -> Connections:
-    """Return once all ranks are here. `toward`: where the store is served, on the network between the ranks. Raises
-    UserError where they aren't here at `deadline` (of `time.monotonic`), or as soon as one is gone again."""
+    """Return once all ranks are here. `toward`: where the store is served, as this machine names it. Raises UserError
+    where they aren't here at `deadline` (of `time.monotonic`), or as soon as one is gone again."""
     if rank != 0:
-        return {0: _join(store, rank, deadline)}
+        return {0: _join(store, rank, toward[0], deadline)}
     token = secrets.token_bytes(16)
-    with _serve(toward, world_size) as listener:
-        host, port = listener.getsockname()[:2]
-        store.set(_KEY, f"{host} {port} {token.hex()}")
+    with _serve(world_size) as listener:
+        store.set(_KEY, f"{_own_address(toward)} {listener.getsockname()[1]} {token.hex()}")
         connections = _gather(listener, token, world_size, deadline)
     for connection in connections.values():
         _tell(connection, _GO)
     return connections
 
 
-def _serve(toward: tuple[str, int], waiting: int) -> socket.socket:
-    """A listening socket at the address from which this machine reaches `toward`."""
-    with socket.create_connection(toward, timeout=5.0) as probe:
-        return socket.create_server((probe.getsockname()[0], 0), family=probe.family, backlog=waiting)
+def _serve(waiting: int) -> socket.socket:
+    """A listening socket at all addresses of this machine."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=waiting, dualstack_ipv6=both)
+
+
+def _own_address(toward: tuple[str, int]) -> str:
+    """The address from which this machine reaches `toward`; `_MASTER` where only this machine knows it by that."""
+    with socket.create_connection(toward, timeout=_TRY) as probe:
+        address = str(probe.getsockname()[0])
+    return _MASTER if ipaddress.ip_address(address).is_loopback else address
 
 
 def _gather(listener: socket.socket, token: bytes, world_size: int, deadline: float) -> dict[int, socket.socket]:
@@ -101,7 +111,7 @@ def _gather(listener: socket.socket, token: bytes, world_size: int, deadline: fl
 
 def _greeted(connection: socket.socket, token: bytes) -> int | None:
     """The rank at the other end; None where it isn't one of this run."""
-    connection.settimeout(5.0)
+    connection.settimeout(_TRY)
     try:
         theirs, rank = _GREETING.unpack(_receive(connection, _GREETING.size))
     except (OSError, struct.error):
@@ -109,19 +119,46 @@ def _greeted(connection: socket.socket, token: bytes) -> int | None:
     return int(rank) if secrets.compare_digest(theirs, token) else None
 
 
-def _join(store: dist.Store, rank: int, deadline: float) -> socket.socket:
-    """A connection to rank 0, over which it said that all are there."""
-    while not store.check([_KEY]):
-        if time.monotonic() >= deadline:
-            raise UserError("missing: rank 0")
+def _join(store: dist.Store, rank: int, master: str, deadline: float) -> socket.socket:
+    """A connection to rank 0, over which it said that all are there.
+
+    torchrun keeps the store when machines come or go, so that an address in it may be of a rank 0 that is gone. It is
+    read again where nobody answers.
+    """
+    reason = ""
+    while time.monotonic() < deadline:
+        if store.check([_KEY]):
+            published = store.get(_KEY)
+            try:
+                connection = _greet(published.decode(), rank, master, deadline)
+            except OSError as error:
+                reason = f" ({error})"
+            else:
+                if _heard(connection) == _GO:
+                    return connection
+                connection.close()
+                if not _replaced(store, published):
+                    raise UserError("rank 0 ended while the processes were starting")
         time.sleep(_PAUSE)
-    host, port, token = store.get(_KEY).decode().split()
-    connection = socket.create_connection((host, int(port)), timeout=_remaining(deadline))
+    raise UserError(f"missing: rank 0{reason}")
+
+
+def _greet(published: str, rank: int, master: str, deadline: float) -> socket.socket:
+    """A connection to where rank 0 says that it listens, over which it was told who this is."""
+    host, port, token = published.split()
+    place = (master if host == _MASTER else host, int(port))
+    connection = socket.create_connection(place, timeout=min(_TRY, _remaining(deadline)))
     connection.sendall(_GREETING.pack(bytes.fromhex(token), rank))
     connection.settimeout(_remaining(deadline) + 2.0)  # rank 0 gives up first, and knows who is missing
-    if _heard(connection) != _GO:
-        raise UserError("rank 0 ended while the processes were starting")
     return connection
+
+
+def _replaced(store: dist.Store, published: bytes) -> bool:
+    """Whether rank 0 has published another place since."""
+    try:
+        return bool(store.get(_KEY) != published)
+    except RuntimeError:  # rank 0 served the store too
+        return False
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

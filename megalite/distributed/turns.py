@@ -16,7 +16,7 @@ from megalite.distributed.collectives import broadcast_object
 from megalite.distributed.mesh import Mesh
 
 T = TypeVar("T")
-_POLL_SECONDS = 0.05
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds: one store serves all, who may be thousands
 
 
 def first_of_machine_first(work: Callable[[], T], mesh: Mesh, *, first: bool) -> T:
@@ -28,15 +28,15 @@ def first_of_machine_first(work: Callable[[], T], mesh: Mesh, *, first: bool) ->
         return work()
     store = dist.distributed_c10d._get_default_store()
     key = f"turns/{broadcast_object(secrets.token_hex(8), mesh.world)}"
-    failed = f"{key}/failed"
     try:
         done = [work()] if first else []
     except BaseException:
-        store.set(failed, "")
+        store.add(key, 2 * mesh.world.size)  # more than all of them can be
         raise
-    store.add(key, 1)
-    while store.add(key, 0) < mesh.world.size:
-        if store.check([failed]):
-            raise RuntimeError("remote process exited: another process failed before this one's turn")
-        time.sleep(_POLL_SECONDS)
+    ready, pause = store.add(key, 1), _SHORTEST_PAUSE
+    while ready < mesh.world.size:
+        time.sleep(pause)
+        ready, pause = store.add(key, 0), min(2 * pause, _LONGEST_PAUSE)
+    if ready > mesh.world.size:
+        raise RuntimeError("remote process exited: another process failed before this one's turn")
     return done[0] if done else work()

@@ -1,22 +1,27 @@
 """Which run writes a place: a file that says so while the run lives.
 
-Key idea: the file names a process by host, id and start time, so whether its run still lives can be asked, and nobody
-has to remove it after a kill. The rules: an owner that lives is never disturbed. On this host an owner whose process is
-gone is replaced. On another host that can't be seen from here: then the owner counts as living, unless it is an earlier
-start of the same Slurm job, of which Slurm runs one at a time; the message says which file to delete.
+Key idea: the file names a process, and a thread of that process touches it every half minute. So it can be asked from
+anywhere whether the owner still lives, and nobody has to remove the file after a kill. On the same machine the process
+itself is looked for, and a dead one is replaced at once. On another machine, or in another container, an owner has
+ended when its file was not touched for five minutes, by the clock of the file system.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from megalite.config.errors import UserError
@@ -25,78 +30,71 @@ from megalite.files.atomic import replacing
 OWNER = ".owner"
 """Name of the file in a folder that a run owns."""
 
+BEAT = 30.0
+"""Seconds between two signs of life."""
+
+SILENCE = 300.0
+"""Seconds without one after which an owner on another machine has ended."""
+
 
 @contextmanager
 def owning(file: Path, place: str) -> Iterator[None]:
     """The block owns a place: `file` says so until it ends. `place`: what to call it, as the user wrote it.
 
-    A UserError names the other run where one owns it that lives, or may live.
+    A UserError names the other run where one owns it that lives. Where that can't be told at once, as the owner is on
+    another machine, this waits for a sign of life, `SILENCE` seconds at most.
     """
-    mine = claim(file, place)
+    mine = _claim(file, place)
+    ended = Event()
+    thread = Thread(target=_give_signs, args=(file, mine, ended), daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        release(file, mine)
+        ended.set()
+        thread.join()
+        if _text(file) == mine:
+            with suppress(OSError):
+                file.unlink()
 
 
-def claim(file: Path, place: str) -> str:
-    """Own a place from now on; what to `release` it with. Raises as `owning`."""
-    mine = _describe_self()
-    with _alone_in(file.absolute().parent):
-        check_unowned(file, place)
-        file.unlink(missing_ok=True)
-        with replacing(file, keep_existing=True) as stream:  # another host may be as quick
-            stream.write(mine.encode())
-        if _text(file) != mine:
-            check_unowned(file, place)
-    return mine
+def check_unowned(file: Path, place: str, *, but_mine: bool = False, wait: bool = False) -> str | None:
+    """Raise a UserError where a run owns the place that lives, or may live; else the text of an owner that has ended.
 
-
-def release(file: Path, mine: str) -> None:
-    """Own a place no longer, if it is still ours."""
-    if _text(file) == mine:
-        with suppress(OSError):
-            file.unlink()
-
-
-def check_unowned(file: Path, place: str, *, but_mine: bool = False) -> None:
-    """Raise a UserError where a run owns the place that lives, or may live. `but_mine`: this process's own is fine."""
+    `but_mine`: this process's own is fine. `wait`: for a sign of life of an owner on another machine.
+    """
     text = _text(file)
     if text is None:
-        return
+        return None
     owner = _parse(text)
     if owner is None:
         raise UserError(f"{file} says that another run writes {place}, but can't be read: if none does, delete {file}")
-    here = owner["host"] == socket.gethostname()
-    if but_mine and here and owner["pid"] == os.getpid() and owner["start"] == process_start(os.getpid()):
-        return
     who = f"process {owner['pid']} on host {owner['host']}, since {owner['since']}"
-    if here:
-        start = process_start(owner["pid"])
-        if start is not None and start == owner["start"]:
+    if owner["machine"] == _machine():
+        alive = process_start(owner["pid"]) == owner["start"]
+        if alive and not (but_mine and owner["pid"] == os.getpid()):
             raise UserError(f"{place} is written by another run ({who}): choose another, or wait for its end")
-    elif not _restarted(owner):
+    elif not _fell_silent(file, f"{place}: {who}", wait=wait):
         raise UserError(
-            f"{place} is written by another run ({who}); whether that still runs can't be seen from this host. "
-            f"Choose another, or if it has ended, delete {file}"
+            f"{place} is written by another run ({who}): choose another, or wait for its end; if it was killed, the "
+            f"place is free {SILENCE / 60:.0f} minutes later"
         )
+    return text
 
 
 def process_start(pid: int) -> str | None:
-    """When a process of this host started, in a form that no other process of the host shares; None where it is gone.
+    """When a process of this machine started, in ticks since it was booted; None where it is gone.
 
     Where the system doesn't tell (no /proc), an empty text for any process that is there.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
+    if not Path("/proc/self/stat").exists():
         return "" if _answers(pid) else None
     try:
-        # Behind the name, which may hold anything: the state is field 3 of proc(5), the start in ticks field 22.
+        # Behind the name, which may hold anything: the state is field 3 of proc(5), the start field 22.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in "ZX" else f"{boot}/{fields[19]}"
+    return None if fields[0] in "ZX" else fields[19]
 
 
 def _answers(pid: int) -> bool:
@@ -109,36 +107,89 @@ def _answers(pid: int) -> bool:
     return True
 
 
+def _machine() -> str:
+    """Where a process's id means what it means here: this boot of this host, and this container of it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
 def _describe_self() -> str:
     values = {
         "host": socket.gethostname(),
+        "machine": _machine(),
         "pid": os.getpid(),
         "start": process_start(os.getpid()),
         "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
-        **_slurm(),
         "claim": secrets.token_hex(8),  # two claims of one process differ
     }
     return json.dumps(values, indent=2) + "\n"
 
 
-def _slurm() -> dict[str, Any]:
-    """The Slurm job and how often it was started again; empty values outside of one."""
-    restarts = os.environ.get("SLURM_RESTART_COUNT", "")
-    return {"slurm_job": os.environ.get("SLURM_JOB_ID"), "restarts": int(restarts) if restarts.isdigit() else 0}
+def _claim(file: Path, place: str) -> str:
+    """Own a place from now on; what the file then holds."""
+    mine = _describe_self()
+    check_unowned(file, place, wait=True)
+    with _alone_in(file.absolute().parent):
+        ended = check_unowned(file, place)
+        if ended is not None:
+            _remove(file, ended)
+        with replacing(file, keep_existing=True) as stream:  # another machine may be as quick
+            stream.write(mine.encode())
+        if _text(file) != mine:
+            check_unowned(file, place)
+            raise UserError(f"{place} was taken by another run just now: choose another")
+    return mine
 
 
-def _restarted(owner: Mapping[str, Any]) -> bool:
-    """Whether this process is of a later start of the owner's Slurm job."""
-    mine = _slurm()
-    return mine["slurm_job"] is not None and (
-        mine["slurm_job"] == owner.get("slurm_job") and mine["restarts"] > owner.get("restarts", 0)
-    )
+def _remove(file: Path, ended: str) -> None:
+    """Remove the file of an owner that has ended, and not that of a run on another machine that was quicker."""
+    aside = file.with_name(f"{file.name}.{secrets.token_hex(4)}.ended")
+    with suppress(FileNotFoundError):
+        os.rename(file, aside)
+        if _text(aside) != ended and not file.exists():
+            os.rename(aside, file)
+        aside.unlink(missing_ok=True)
+
+
+def _give_signs(file: Path, mine: str, ended: Event) -> None:
+    """Touch the file now and then, as long as it is ours. That a file system is away for a while ends nothing."""
+    while not ended.wait(BEAT):
+        with suppress(OSError, UserError):
+            if _text(file) == mine:
+                os.utime(file)
+
+
+def _fell_silent(file: Path, who: str, *, wait: bool) -> bool:
+    """Whether the owner has given no sign of life for so long that it must have ended. `wait`: until that is known."""
+    silent = _silence(file)
+    if wait and silent < SILENCE:
+        warnings.warn(f"{who}: waiting up to {SILENCE - silent:.0f} s for a sign of life", stacklevel=2)
+    while wait and silent < SILENCE:
+        time.sleep(min(BEAT / 3, SILENCE - silent))
+        before, silent = silent, _silence(file)
+        if silent < before:
+            return False
+    return silent >= SILENCE
+
+
+def _silence(file: Path) -> float:
+    """Seconds since the file was touched. The clock is that of a file made beside it now: the file server's, if any."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=file.absolute().parent, prefix=f"{file.name}.") as now:
+            return os.fstat(now.fileno()).st_mtime - file.stat().st_mtime
+    except FileNotFoundError:  # its owner has just removed it
+        return math.inf
+    except OSError as error:
+        raise UserError(f"cannot write {file.parent}: {error.strerror or error}") from None
 
 
 def _text(file: Path) -> str | None:
     try:
         return file.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from None
@@ -149,7 +200,7 @@ def _parse(text: str) -> dict[str, Any] | None:
         values = json.loads(text)
     except ValueError:
         return None
-    known = isinstance(values, dict) and all(name in values for name in ("host", "pid", "start", "since"))
+    known = isinstance(values, dict) and {"host", "machine", "pid", "start", "since"} <= values.keys()
     return values if known else None
 
 

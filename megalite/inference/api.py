@@ -65,7 +65,7 @@ class _Part(_Object):
 
 
 class _Message(_Object):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant"]  # a tool answers calls, which are not supported
     content: str | list[_Part] = Field(description="a string or a list of parts of type text alone")
     name: Any = None  # this and the next don't change the text
     refusal: Any = None

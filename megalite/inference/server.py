@@ -208,11 +208,14 @@ def _problem(error: Exception) -> ApiError:
 
 async def _answer(service: Service, request: Request, *, chat: bool) -> Response:
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > service.max_body:
-            raise ApiError(413, f"the body may have {service.max_body} bytes", code="request_too_large")
-    return await _while_connected(request, _work(service, bytes(body), chat=chat))
+    try:
+        async for part in request.stream():
+            body += part
+            service.body_bytes += len(part)
+            service.refuse_too_much(body)
+        return await _while_connected(request, _work(service, bytes(body), chat=chat))
+    finally:
+        service.body_bytes -= len(body)
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

@@ -28,6 +28,7 @@ from megalite.inference.options import GenerationOptions
 from megalite.inference.text import Writing
 
 MAX_READING, MAX_RUNNING, MAX_REQUESTS = 2, 4, 64
+MAX_BODIES = 16  # of the largest size, in memory at once
 QUEUE_SECONDS = 120.0
 _BUSY = "too many other requests are being answered: try again later"
 _ENDING = "the server is ending"
@@ -54,8 +55,16 @@ class Service:
         # Few prompts are tokenized at a time, since a tokenizer may have much to do.
         self._readers, self._model = ThreadPoolExecutor(MAX_READING, "reader"), ThreadPoolExecutor(1, "model")
         self._requests = self._running = self._tokens = 0
+        self.body_bytes = 0  # of all requests that come or are answered
         self._line, self._freed = asyncio.Lock(), asyncio.Event()
         self._closing = False
+
+    def refuse_too_much(self, body: bytearray) -> None:
+        """Raises an ApiError for a body that is too large, alone or with those of other requests."""
+        if len(body) > self.max_body:
+            raise ApiError(413, f"the body may have {self.max_body} bytes", code="request_too_large")
+        if self.body_bytes > MAX_BODIES * self.max_body:
+            raise ApiError(503, _BUSY)
 
     async def read(self, body: bytes, *, chat: bool) -> Job:
         """Raises an ApiError."""

@@ -143,13 +143,14 @@ def save_adapter(
     base: str | None = None,
     class_names: Sequence[str] | None = None,
     beside: Mapping[str, bytes] | None = None,
+    flag: str = "--save-adapter",
 ) -> None:
     """Write `directory` in PEFT's format from the trained parameters' pieces. Collective over the world.
 
     `sharded`: as the optimizer's `sharding.parameters`. `base`: the model's Hugging Face folder, where known.
     `class_names`: a classifier's, in order. `beside`: the files of tokenizer, chat template and generation settings
-    that the model was trained with, as PEFT's users keep them there. All ranks raise the same error where it can't be
-    written.
+    that the model was trained with, as PEFT's users keep them there. `flag`: which one named the folder. All ranks
+    raise the same error where it can't be written.
     """
     values = gather(pieces, mesh, sharded=sharded)
     error: str | None = None
@@ -161,4 +162,4 @@ def save_adapter(
             error = str(raised)
     error = broadcast_object(error, mesh.world)
     if error is not None:
-        raise CheckpointError(f"--save-adapter {directory}: {error}")
+        raise CheckpointError(f"{flag} {directory}: {error}")

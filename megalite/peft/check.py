@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megalite.checkpoint.errors import CheckpointError
+from megalite.config.outputs import adapter_folders
 from megalite.config.schema import RunConfig
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.peft.convert import architecture_of, from_peft
@@ -14,19 +15,20 @@ from megalite.peft.virtual import backend_problem
 
 def check(config: RunConfig, vocab_size: int, backend: AttentionBackend, device_type: str) -> list[str]:
     """Problems of a resolved configuration whose section `peft` is settled: virtual tokens need a mask,
-    `--save-adapter` a Hugging Face architecture that has this network, `--load-adapter` a folder that fits it."""
+    a saved adapter a Hugging Face architecture that has this network, `--load-adapter` a folder that fits it."""
     peft = config.peft
     problems = list(filter(None, [backend_problem(backend, peft.peft, device_type)]))
-    if peft.save_adapter is not None and peft.peft == "lora":
-        try:
-            architecture_of(config.model, vocab_size)
-        except CheckpointError as error:
-            problems.append(f"--save-adapter {peft.save_adapter}: {error}")
-    if peft.save_adapter is not None and (Path(peft.save_adapter) / "config.json").exists():
-        problems.append(
-            f"--save-adapter {peft.save_adapter} is a model's folder, which would load with the adapter on from then "
-            "on: name a folder of its own"
-        )
+    for flag, folder in adapter_folders(peft).items():
+        if peft.peft == "lora":
+            try:
+                architecture_of(config.model, vocab_size)
+            except CheckpointError as error:
+                problems.append(f"{flag} {folder}: {error}")
+        if (Path(folder) / "config.json").exists():
+            problems.append(
+                f"{flag} {folder} is a model's folder, which would load with the adapter on from then on: name a "
+                "folder of its own"
+            )
     if peft.load_adapter is not None:
         classes = len(config.finetune.class_names or ()) if config.finetune.task == "classification" else None
         try:

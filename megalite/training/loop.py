@@ -53,10 +53,10 @@ class Loop:
                 done = self._evaluated()
             elif self._train():
                 return
+            else:
+                done = {"valid"}
             if state.skipped:
                 self.say(f"{state.skipped} of {state.iteration} steps were skipped: gradients or loss weren't finite")
-        if self._due(self.config.validation.eval_interval, state.iteration, trained=True):
-            done.add("valid")
         for split in ("valid", "test"):
             if split not in done:
                 self._evaluate(split)
@@ -74,7 +74,8 @@ class Loop:
         return found
 
     def _train(self) -> bool:
-        """Steps until the end (False) or a reason to stop (True). The last state is always saved."""
+        """Steps until the end (False) or a reason to stop (True). The last state is always saved, and at the end after
+        its evaluation, so that it holds what that found."""
         state, config = self.trainer.state, self.config
         begun, saved, seconds = (state.iteration, state.consumed_tokens), state.iteration, 0.0
         self.trainer.restart_clock()
@@ -86,9 +87,10 @@ class Loop:
             for sink in self.sinks:
                 sink.step(record)
             self._report_timers()
-            if self._due(config.validation.eval_interval, state.iteration):
+            last = state.iteration >= self.total_iterations
+            if last or self._due(config.validation.eval_interval):
                 self._evaluate("valid")
-            if self._due(config.checkpoint.save_interval, state.iteration):
+            if last or self._due(config.checkpoint.save_interval):
                 self.save()
                 saved = state.iteration
             self.trainer.restart_clock()
@@ -100,8 +102,6 @@ class Loop:
                 self.say(f"exiting at iteration {state.iteration}: {reason}")
                 return True
         self._sum_up(*begun, seconds)
-        if saved != state.iteration:
-            self.save()
         return False
 
     def _sum_up(self, iteration: int, tokens: int, seconds: float) -> None:
@@ -112,11 +112,9 @@ class Loop:
             f"memory of a process {size(self.peak_memory())}"
         )
 
-    def _due(self, interval: int | None, iteration: int, *, trained: bool = False) -> bool:
-        """Whether an event of this interval falls on `iteration`; with `trained`, whether it already happened there."""
-        if trained and self.config.validation.skip_train:
-            return False
-        return interval is not None and iteration > 0 and iteration % interval == 0
+    def _due(self, interval: int | None) -> bool:
+        """Whether an event of this interval falls on the present iteration."""
+        return interval is not None and self.trainer.state.iteration % interval == 0
 
     def _evaluate(self, split: str) -> None:
         if split not in self.splits:
@@ -124,7 +122,8 @@ class Loop:
         state = self.trainer.state
         loss, scores = self.evaluator.run(split)
         validation, training = self.config.validation, self.config.training
-        if split == "valid" and not validation.full_validation:
+        # One beyond the interval, at the end, isn't counted: a run that goes on later reads as if there were no end.
+        if split == "valid" and not validation.full_validation and self._due(validation.eval_interval):
             assert training.global_batch_size is not None
             state.consumed_valid_samples += validation.eval_iters * training.global_batch_size
         of_tokens = self.config.finetune.task != "classification"

@@ -16,14 +16,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from megalite.config.outputs import output_folders
 from megalite.config.schema import RunConfig
 from megalite.files.atomic import replacing
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step. `counted_tokens` those whose loss counts; `lm_loss` nats per such token; `learning_rate` the
-    one that this step used."""
+    """One training step. `counted_tokens` those whose loss counts; `lm_loss` nats per such token, NaN where there are
+    none; `learning_rate` the one that this step used."""
 
     iteration: int
     consumed_samples: int
@@ -56,8 +57,10 @@ class EvaluationRecord:
 
     @property
     def perplexity(self) -> float | None:
-        """None where the loss is of classes, which have none."""
-        return math.exp(min(20.0, self.lm_loss)) if self.of_tokens else None
+        """At most e^20, so that it is finite; NaN of NaN. None where the loss is of classes, which have none."""
+        if not self.of_tokens:
+            return None
+        return self.lm_loss if math.isnan(self.lm_loss) else math.exp(min(20.0, self.lm_loss))
 
 
 class Sink(Protocol):
@@ -91,7 +94,7 @@ class LogLines:
             )
         self.records.append(record)
         self.skipped += record.skipped
-        self.nans += math.isnan(record.lm_loss)
+        self.nans += record.counted_tokens > 0 and math.isnan(record.lm_loss)
         if self.first or record.iteration % self.config.logging.log_interval == 0:
             print(self._line(), flush=True)
             if record.largest_norms:
@@ -102,11 +105,7 @@ class LogLines:
 
     def _line(self) -> str:
         last, count = self.records[-1], len(self.records)
-        losses = [
-            record.lm_loss
-            for record in self.records
-            if math.isfinite(record.lm_loss) and not record.skipped and record.counted_tokens
-        ]
+        losses = [r.lm_loss for r in self.records if math.isfinite(r.lm_loss) and not r.skipped]
         parts = [
             f"iteration {last.iteration:8d}/{self.total:8d}",
             f"consumed samples: {last.consumed_samples:12d}",
@@ -317,8 +316,7 @@ def check_sinks(config: RunConfig) -> list[str]:
         "--tensorboard-dir": logging.tensorboard_dir and Path(logging.tensorboard_dir),
         "--timeline": logging.timeline and Path(logging.timeline),
         "--dump-grads": config.training.dump_grads and Path(config.training.dump_grads),
-        "--save": config.checkpoint.save and Path(config.checkpoint.save),
-        "--save-adapter": config.peft.save_adapter and Path(config.peft.save_adapter),
+        **{flag: Path(folder) for flag, folder in output_folders(config).items()},
     }
     for flag, folder in folders.items():
         if isinstance(folder, Path) and (reason := _unwritable(folder)):

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megalite.checkpoint.errors import on_first_rank
+from megalite.config.outputs import output_folders
 from megalite.config.schema import RunConfig
 from megalite.distributed.mesh import Mesh
 from megalite.files.owner import OWNER, owning
@@ -18,12 +19,11 @@ from megalite.files.owner import OWNER, owning
 
 @contextmanager
 def owned_outputs(config: RunConfig, mesh: Mesh) -> Iterator[None]:
-    """While the block runs, the folders of `--save` and `--save-adapter` belong to this run. Collective over the world.
+    """While the block runs, what `output_folders` lists belongs to this run. Collective over the world.
 
     All ranks raise the same `CheckpointError`, which names the other run, where one lives that has such a folder.
     """
-    given = {"--save": config.checkpoint.save, "--save-adapter": config.peft.save_adapter}
-    folders = {Path(folder).resolve(): f"{flag} {folder}" for flag, folder in given.items() if folder is not None}
+    folders = {Path(folder).resolve(): f"{flag} {folder}" for flag, folder in output_folders(config).items()}
     with ExitStack() as owned:
 
         def claim() -> None:

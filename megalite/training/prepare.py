@@ -29,7 +29,8 @@ from megalite.training.base_model import check_base_weights, read_adapter_flags,
 from megalite.training.determinism import deterministic, prepare_determinism
 from megalite.training.metrics import check_sinks
 from megalite.training.plan import Plan
-from megalite.training.task import check_task
+from megalite.training.prompts import Prompts
+from megalite.training.task import check_task, evaluation_prompts
 
 MOST_MICROBATCHES = 1 << 16
 """Of a rank in a step: a schedule lists every one."""
@@ -46,6 +47,7 @@ class Prepared:
     threads: int
     backend: AttentionBackend
     tokenizer: Tokenizer
+    prompts: Prompts | None
 
     @property
     def vocab_size(self) -> int:
@@ -96,6 +98,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
             if found is not None:
                 resume.check_adapter(found, config, weights_only=weights_only)
         _refuse([*vocabulary_problems(config, tokenizer), *check_task(config, tokenizer)])
+        prompts = evaluation_prompts(config, tokenizer)
         if config.peft.prompt_init_text is not None and not tokenizer.tokenize(config.peft.prompt_init_text):
             raise FlagError(f"--prompt-init-text {config.peft.prompt_init_text!r} has no tokens: give it some text")
         rows = config.model.model_vocab_size or tokenizer.vocab_size
@@ -105,7 +108,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
     threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)
     if config.peft.load_adapter is not None and config.finetune.load_hf is not None:
         notes = [*notes, *filter(None, [base_note(config.peft.load_adapter, config.finetune.load_hf)])]
-    return Prepared(config, list(notes), environment, device, threads, backend, tokenizer)
+    return Prepared(config, list(notes), environment, device, threads, backend, tokenizer, prompts)
 
 
 def fill_config(config: RunConfig, explicit: Collection[str]) -> list[str]:

@@ -23,24 +23,32 @@ NEW_TOKENS = 64
 """Of each continuation, at most."""
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """`ids`: of each of the `texts`, none empty. `ends`: ids that end an answer."""
+
+    texts: Sequence[str]
+    ids: Sequence[Sequence[int]]
+    ends: Collection[int]
+
+
 @dataclass
 class Continuations:
-    """prompts: ids of each, none empty, shorter than `length`, the most ids of a text. ends: ids that end one."""
+    """`length`: the most ids of a text and its answer; each of the prompts is shorter."""
 
     mesh: Mesh
     evaluator: Evaluator
     tokenizer: Tokenizer
-    prompts: Sequence[Sequence[int]]
-    ends: Collection[int]
+    prompts: Prompts
     length: int
 
     def texts(self) -> list[str]:
         """What follows each prompt where the likeliest token is taken each time. Collective over the world."""
-        texts = [list(prompt) for prompt in self.prompts]
+        texts = [list(prompt) for prompt in self.prompts.ids]
         running = set(range(len(texts)))
         for _ in range(NEW_TOKENS):
             for n, token in enumerate(self._likeliest(texts)):
-                if n in running and token in self.ends:
+                if n in running and token in self.prompts.ends:
                     running.discard(n)
                 elif n in running:
                     texts[n].append(token)
@@ -48,7 +56,7 @@ class Continuations:
             if not running:
                 break
         return [
-            self.tokenizer.detokenize(text[len(prompt) :]) for text, prompt in zip(texts, self.prompts, strict=True)
+            self.tokenizer.detokenize(text[len(prompt) :]) for text, prompt in zip(texts, self.prompts.ids, strict=True)
         ]
 
     def _likeliest(self, texts: Sequence[Sequence[int]]) -> list[int]:

@@ -56,7 +56,7 @@ from megalite.training.prompts import Continuations
 from megalite.training.report import opening_block, predicted_memory
 from megalite.training.signals import StopRequests
 from megalite.training.state import TrainingState
-from megalite.training.task import build_task_datasets, evaluation_prompts
+from megalite.training.task import build_task_datasets
 from megalite.training.timers import Timers
 from megalite.training.trainer import Trainer
 
@@ -228,10 +228,10 @@ class Run:
         if directory is None or self.adapter is None or self._adapter_saved == self.state.iteration:
             return
         self._adapter_saved = self.state.iteration
-        self._write_adapter(self.adapter, directory)
+        self._write_adapter(self.adapter, "--save-adapter", directory)
         self.say(f"saved the adapter in {directory}")
 
-    def _write_adapter(self, adapter: AdapterPlan, directory: str) -> None:
+    def _write_adapter(self, adapter: AdapterPlan, flag: str, directory: str) -> None:
         base = self.config.finetune.load_hf
         save_adapter(
             directory,
@@ -244,6 +244,7 @@ class Run:
             base=None if base is None else published_name(base),
             class_names=self.classes,
             beside=self.companions,
+            flag=flag,
         )
 
     def _validated(self, loss: float, evaluator: Evaluator) -> None:
@@ -252,15 +253,14 @@ class Run:
         loss = broadcast_object(loss, self.mesh.world)  # so that all ranks agree
         if directory is not None and self.adapter is not None and loss < (math.inf if best is None else best):
             self.state.best_valid_loss = loss
-            self._write_adapter(self.adapter, directory)
+            self._write_adapter(self.adapter, "--save-best-adapter", directory)
             self.say(f"saved the adapter in {directory}: validation loss {loss:.6g} is the lowest so far")
-        texts = self.config.finetune.eval_prompt
-        if texts is not None:
-            prompts, ends = evaluation_prompts(self.config, self.prepared.tokenizer)
-            assert self.config.data.seq_length is not None
-            length = self.config.data.seq_length
-            written = Continuations(self.mesh, evaluator, self.prepared.tokenizer, prompts, ends, length).texts()
-            self.say_all([f"prompt: {text}\n  model: {answer}" for text, answer in zip(texts, written, strict=True)])
+        prompts, length = self.prepared.prompts, self.config.data.seq_length
+        if prompts is not None:
+            assert length is not None
+            written = Continuations(self.mesh, evaluator, self.prepared.tokenizer, prompts, length).texts()
+            pairs = zip(prompts.texts, written, strict=True)
+            self.say_all([f"prompt: {text}\n  model: {answer}" for text, answer in pairs])
 
     def _load_base(self) -> None:
         """The weights of `--load-hf`, where it is given."""
@@ -278,9 +278,11 @@ class Run:
         self.feed.close()
 
     def save(self) -> None:
-        """Write the adapter and a checkpoint of the present state, where they are asked for. Collective over the
-        world."""
-        self.save_adapter()  # first: a disk that is too full for a checkpoint may have room for it
+        """Write the adapter and a checkpoint of the present state, where they are asked for. After a skipped step
+        nothing older is replaced or deleted: it may be the last that is good. Collective over the world."""
+        good = self.state.skipped_in_a_row == 0
+        if good:
+            self.save_adapter()  # first: a disk that is too full for a checkpoint may have room for it
         config = self.config.checkpoint
         if config.save is None:
             return
@@ -293,7 +295,7 @@ class Run:
             training_state=resume.training_state(
                 self.config, self.state, self.optimizer, self.scaler, self.schedule, self.data_digests
             ),
-            retain=Retention.from_config(config),
+            retain=Retention.from_config(config) if good else Retention(),
             beside=self.companions,
         )
         self.say(f"saved {path}")

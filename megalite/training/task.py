@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megalite.config.errors import UserError
+from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import RunConfig
 from megalite.data.chat_forms import PAIR, form_of
 from megalite.data.classification import build_classification_datasets, check_classification
@@ -21,6 +21,7 @@ from megalite.data.splits import SPLITS, split_sizes
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import require_eod
 from megalite.optimizer.schedule import BatchSchedule
+from megalite.training.prompts import Prompts
 
 
 def has_short_samples(config: RunConfig) -> bool:
@@ -41,7 +42,7 @@ def sft_options(config: RunConfig) -> SftOptions:
         packing=finetune.sft_packing,
         long_answers=finetune.sft_long_answers,
         chat_template=finetune.chat_template,
-        cache=SampleCache(config.data.data_cache_path, config.tokenizer, list(filter(None, [finetune.load_hf]))),
+        cache=SampleCache(config.data.data_cache_path),
     )
 
 
@@ -53,38 +54,34 @@ def _template_place(config: RunConfig) -> str | None:
 def check_task(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     """Problems that show at the first lines of the files, for the time before process groups exist."""
     if config.finetune.task == "sft":
-        problems = check_sft(sft_options(config), tokenizer, _template_place(config))
-        return problems or _prompt_problems(config, tokenizer)
+        return check_sft(sft_options(config), tokenizer, _template_place(config))
     if config.finetune.task == "classification":
         return check_classification(sft_options(config), tokenizer, config.finetune.class_names)
-    return _prompt_problems(config, tokenizer)
+    return []
 
 
-def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> tuple[list[list[int]], frozenset[int]]:
-    """The ids of each `--eval-prompt`, as this run teaches the model to be asked; and those that end an answer.
-    Raises UserError for a text that has none."""
-    texts, ends = config.finetune.eval_prompt or [], {tokenizer.eod}
-    reader = SftReader(sft_options(config), tokenizer, _template_place(config))
-    form = PAIR
-    if config.finetune.task == "sft" and texts:
-        form = form_of(next(iter(read_lines(reader.options.data[0], "--sft-data"))))
-    if form != PAIR:
-        ends.add(reader.chat.end_of_turn())
-    return [reader.prompt(text, form) for text in texts], frozenset(each for each in ends if each is not None)
-
-
-def _prompt_problems(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    try:
-        prompts, _ = evaluation_prompts(config, tokenizer)
-    except UserError as error:
-        return [f"--eval-prompt: {error}"]
-    length = config.data.seq_length
+def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> Prompts | None:
+    """`--eval-prompt`, as this run teaches the model to be asked; None where it isn't given. Raises FlagError for a
+    text that can't be asked."""
+    texts, length = config.finetune.eval_prompt, config.data.seq_length
+    if texts is None:
+        return None
     assert length is not None
-    return [
-        f"--eval-prompt {text!r} has {len(ids)} tokens: it needs some, and less than --seq-length {length}"
-        for text, ids in zip(config.finetune.eval_prompt or [], prompts, strict=True)
-        if not 0 < len(ids) < length
-    ]
+    try:
+        reader, form, ends = SftReader(sft_options(config), tokenizer, _template_place(config)), PAIR, {tokenizer.eod}
+        if config.finetune.task == "sft":
+            form = form_of(next(iter(read_lines(reader.options.data[0], "--sft-data"))))
+        if form != PAIR:
+            ends.add(reader.chat.end_of_turn())
+        ids = [reader.prompt(text, form) for text in texts]
+    except UserError as error:
+        raise FlagError(f"--eval-prompt: {error}") from error
+    for text, prompt in zip(texts, ids, strict=True):
+        if not 0 < len(prompt) < length:
+            raise FlagError(
+                f"--eval-prompt {text!r} has {len(prompt)} tokens: it needs some, and less than --seq-length {length}"
+            )
+    return Prompts(texts, ids, frozenset(each for each in ends if each is not None))
 
 
 def evaluates_whole(config: RunConfig, samples: int) -> bool:

@@ -37,6 +37,13 @@ class NonFiniteError(UserError):
     everywhere = True
 
 
+def summed_over_ranks(losses: Tensor, mesh: Mesh) -> Tensor:
+    """Sum over the world of each rank's sum of losses, where tensor-parallel ranks hold the same one: the first one's
+    counts. The others add theirs only where it isn't finite: so all ranks decide alike whether the step is taken."""
+    mine = losses.clone() if mesh.tp.rank == 0 else torch.where(losses.isfinite(), 0.0, losses)
+    return all_reduce(mine, mesh.world)
+
+
 @dataclass
 class Trainer:
     """All that a step needs.
@@ -104,10 +111,7 @@ class Trainer:
                 torch.cuda.manual_seed(int(stream.item()) & (2**63 - 1))
             self.executor.begin(microbatches, scale=loss_scale / tokens, dropout_key=key)
             self.runtime.run(self.plan.training(len(microbatches)))
-        # Tensor-parallel ranks hold the same sum, so the first one's counts. The others add zero; or NaN, where theirs
-        # alone isn't finite: so all ranks decide alike whether the step is taken.
-        mine = self.executor.loss_sum * (1.0 if self.mesh.tp.rank == 0 else 0.0)
-        return all_reduce(mine, self.mesh.world) / tokens
+        return summed_over_ranks(self.executor.loss_sum, self.mesh) / tokens
 
     def _finish(
         self, samples: int, counted: int, tokens: int, loss: float, loss_scale: float, result: StepResult
@@ -142,7 +146,7 @@ class Trainer:
             consumed_samples=state.consumed_samples,
             consumed_tokens=state.consumed_tokens,
             counted_tokens=counted,
-            lm_loss=loss,
+            lm_loss=loss if counted else math.nan,
             grad_norm=result.grad_norm,
             learning_rate=rate,
             loss_scale=loss_scale,

@@ -16,7 +16,7 @@ _TOKENIZER_FILES = ("vocab_file", "merge_file", "tokenizer_model")
 _PLACES = (
     *(f"checkpoint.{name}" for name in ("save", "load", "pretrained_checkpoint")),
     *(f"logging.{name}" for name in ("tensorboard_dir", "wandb_project", "metrics_file", "timeline", "profile")),
-    "peft.save_adapter",
+    *("peft.save_adapter", "peft.save_best_adapter", "finetune.eval_prompt", "finetune.train_epochs"),
     "training.dump_grads",
 )
 _VOCABULARY = 32000  # ids, where nothing says how many
@@ -66,7 +66,8 @@ def replaced_note(config: RunConfig) -> list[str]:
 def unused_note(config: RunConfig, proof: RunConfig) -> list[str]:
     """What was given to a run, `config`, and its `proof` neither reads nor writes."""
     given = [path for path in _PLACES if get(config, path) and not get(proof, path)]
-    return [f"{_shown(config, given)}: not used, since a proof saves, resumes and reports nothing"] if given else []
+    why = "a proof saves, resumes and reports nothing, and takes few steps"
+    return [f"{_shown(config, given)}: not used, since {why}"] if given else []
 
 
 def _shown(config: RunConfig, paths: list[str]) -> str:

@@ -133,7 +133,8 @@ def describe(layout: LayoutConfig, processes: int | None = None) -> str:
         layout.pipeline_model_parallel_size,
         layout.num_virtual_stages_per_pipeline_rank or 1,
     )
-    text = f"TP {tp}{' + SP' if layout.sequence_parallel else ''} x PP {pp}{f' x VPP {chunks}' if chunks > 1 else ''}"
+    sequence = " + SP" if layout.sequence_parallel and tp > 1 else ""
+    text = f"TP {tp}{sequence} x PP {pp}" + (f" x VPP {chunks}" if chunks > 1 else "")
     return text if processes is None else f"{text} x DP {processes // _least(layout)}"
 
 

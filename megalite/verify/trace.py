@@ -81,4 +81,5 @@ def trace(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int, *, bar: boo
     run.close()
     if not mesh.is_first:
         return None
-    return Trace([record.lm_loss for record in records], [record.grad_norm for record in records], gradients)
+    losses = [record.lm_loss if record.counted_tokens else 0.0 for record in records]  # NaN equals nothing
+    return Trace(losses, [record.grad_norm for record in records], gradients)

@@ -21,7 +21,7 @@ def saved(root: Path, layout: Layout = WIDE) -> CheckpointDirectory:
     """A checkpoint as the ranks of a layout write it."""
     folder = root / storage.directory_name(7)
     logical.save_simulated(layout, folder)
-    storage.write_documents(folder, storage.documents(logical.config(), {"training": {"iteration": 7}}), {})
+    storage.write_documents(folder, storage.documents(logical.config(), {"training": {"iteration": 7}}))
     (root / storage.TRACKER).write_text("7")
     return found(root)
 

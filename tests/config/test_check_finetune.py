@@ -51,7 +51,7 @@ def test_the_task_and_the_order_follow_from_the_data() -> None:
         ("--sft-data a --skip-train", "--skip-train leaves nothing to do: give --sft-valid-data or --sft-valid-share"),
         ("--sft-data a --task lm", "--task lm learns from --data-path"),
         ("--mock-data --sft-packing", "--sft-packing needs --task sft"),
-        ("--mock-data --parse-special-tokens", "--parse-special-tokens needs --task sft"),
+        ("--mock-data --parse-special-tokens", "--parse-special-tokens needs --sft-data"),
         ("--mock-data --sft-valid-data a", "--sft-valid-data a needs --sft-data"),
         ("--sft-data a --sft-valid-share 1", "--sft-valid-share 1.0: must be from 0 to below 1"),
         ("--sft-data a --sft-valid-share 0.1 --sft-valid-data b", "--sft-valid-share and --sft-valid-data exclude"),
@@ -163,7 +163,7 @@ def test_what_contradicts_a_classifier_is_refused(words: str, message: str) -> N
         ("--sft-valid-data b --eval-prompt x --eval-iters 0", "--eval-prompt needs evaluations"),
         ("--sft-valid-data b --save-best-adapter c", "--save-best-adapter c needs --peft lora, prefix or prompt"),
         (
-            "--sft-valid-data b --peft lora --save-adapter c --save-best-adapter c",
+            "--sft-valid-data b --peft lora --save-adapter c --save-best-adapter ./c/",
             "is the folder of --save-adapter: give it one of its own",
         ),
         ("--task classification --sft-valid-data b --eval-prompt x", "--eval-prompt x needs --task sft or lm"),

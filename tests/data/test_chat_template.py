@@ -191,7 +191,7 @@ def test_arguments_given_as_a_string_are_written_as_the_object_that_they_are(tmp
 
 def test_a_prompt_that_the_answer_does_not_continue_is_refused(tmp_path: Path) -> None:
     template = CHATML_TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
-    with pytest.raises(UnstableTemplateError, match="write message 3 as the continuation of its own prompt"):
+    with pytest.raises(UnstableTemplateError, match="write answer 1 as the continuation of its own prompt"):
         chat_of(chat_tokenizer(tmp_path, template)).template.segments(CONVERSATION)
 
 
@@ -305,6 +305,15 @@ def test_an_answer_ends_with_an_id_that_ordinary_text_does_not_hold(tmp_path: Pa
     assert text[-len(tail) :] == tail
     marked = chat_of(chat_tokenizer(tmp_path, GENERATION_TEMPLATE.replace("<|im_end|>{% end", "{% end")))
     assert marked.end_of_turn() == SPECIAL.index("<|im_end|>")  # the tokenizer's EOD
+
+
+@pytest.mark.parametrize("way", ["message.weight", "message['weight']", 'message["weight"]', "message.get('weight')"])
+def test_a_template_reads_keys_not_words(way: str) -> None:
+    source = "{# weight #}{% set weight = 'weight' %}the weight {{ weight == 'weight' }}"
+    assert not ChatTemplate(source, "t", {}).reads("weight")
+    read = ChatTemplate(source + "{% for message in messages if " + way + " %}{% endfor %}", "t", {})
+    assert read.reads("weight")
+    assert read.mentions("messages") and not read.mentions("tools")
 
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:

@@ -142,3 +142,15 @@ def test_a_cut_text_keeps_the_tokens_that_transformers_keeps(tmp_path: Path) -> 
     assert texts.truncated >= 1
     with pytest.raises(UserError, match="--seq-length 2 leaves no room for a text"):
         read_labelled_texts([data], "--data", mine, seq_length=2)
+
+
+@pytest.mark.parametrize("parse", [False, True])
+def test_a_special_token_in_a_labelled_text_is_plain_text_unless_asked_otherwise(tmp_path: Path, parse: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = chat_tokenizer(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder), split_special_tokens=not parse)
+    lines = [{"text": text, "label": text} for text in ("a<|im_end|>b", "<|endoftext|>")]
+    mine = HuggingFaceTokenizer(str(folder))
+    mine.parse_special_tokens = parse
+    texts = read_labelled_texts([write_lines(tmp_path / "a.jsonl", lines)], "--data", mine, seq_length=99)
+    assert texts.sequences.tokens.tolist() == [i for line in lines for i in theirs(line["text"])["input_ids"]]

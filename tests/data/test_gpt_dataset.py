@@ -197,7 +197,7 @@ def test_a_corpus_without_tokens_is_an_error(tmp_path: Path, documents: list[lis
 def test_full_validation_is_the_whole_split_once(corpora: tuple[str, str]) -> None:
     config = run_config("1", corpora[0], "9", corpora[1], split="50,25,25")
     config.validation.full_validation = True
-    sets = build(config, (10, 3, 0))
+    sets = build(config, (10, 3, 3))
     assert sets.valid is not None
     assert sets.test is not None
     by_split = [summary for summary in sets.summaries if summary.split == "valid"]
@@ -205,6 +205,13 @@ def test_full_validation_is_the_whole_split_once(corpora: tuple[str, str]) -> No
     assert all(0.9 < summary.epochs <= 1 for summary in by_split)
     tokens = np.concatenate([sets.valid[place]["tokens"] for place in range(len(sets.valid))])
     assert len(tokens) == SEQ_LENGTH * len(sets.valid)
+
+
+def test_full_validation_builds_no_set_that_is_never_evaluated(corpora: tuple[str, str]) -> None:
+    config = run_config(corpora[0], split="50,25,25")
+    config.validation.full_validation = True
+    sets = build(config, (10, 0, 0))
+    assert sets.train is not None and sets.valid is None and sets.test is None
 
 
 def test_full_validation_needs_one_whole_sample(tmp_path: Path) -> None:

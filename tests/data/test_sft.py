@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -21,7 +22,7 @@ from megalite.data.packing import RowDataset
 from megalite.data.sample_cache import SampleCache
 from megalite.data.sft import SftOptions, SftReader, build_sft_datasets, check_sft, hold_out
 from megalite.data.tokenizer_base import Tokenizer
-from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer
+from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer, build_tokenizer
 from tests.data.chat_files import CONVERSATION, REASONING_TEMPLATE, chat_tokenizer, pairs, write_lines
 from tests.data.corpora import sentencepiece_model
 
@@ -173,9 +174,7 @@ class Deaf(NullTokenizer):
 
 def test_samples_are_tokenized_once_and_again_where_anything_changed(tmp_path: Path) -> None:
     file = counting(tmp_path / "a.jsonl", [(2, 3), (1, 2)])
-    (tmp_path / "tokenizer.json").write_text("{}")
-    cache = SampleCache(str(tmp_path / "kept"), TokenizerConfig(tokenizer_model=str(tmp_path)), [])
-    chosen = options(file, cache=cache)
+    chosen = options(file, cache=SampleCache(str(tmp_path / "kept")))
 
     def rows(tokenizer: Tokenizer, **changes: Any) -> tuple[list[list[int]], list[str]]:
         data = build_sft_datasets(replace(chosen, **changes), tokenizer, None, (1, 0, 0))
@@ -187,14 +186,55 @@ def test_samples_are_tokenized_once_and_again_where_anything_changed(tmp_path: P
     with pytest.raises(AssertionError, match="tokenized again"):
         rows(Deaf(99), seq_length=63)
     with pytest.raises(AssertionError, match="tokenized again"):
-        rows(Deaf(99), cache=replace(cache, tokenizer=replace(cache.tokenizer, vocab_size=5)))
-    (tmp_path / "tokenizer.json").write_text("{ }")
-    with pytest.raises(AssertionError, match="tokenized again"):
-        rows(Deaf(99))
-    rows(NULL)
+        rows(Deaf(98))
     counting(tmp_path / "a.jsonl", [(2, 3), (1, 3)])
     with pytest.raises(AssertionError, match="tokenized again"):
         rows(Deaf(99))
+
+
+def test_kept_samples_are_those_of_the_tokenizer_and_template_that_are_loaded(
+    tmp_path: Path, chat_folder: Path
+) -> None:
+    """Whatever files they come from: those beside a file that was named count, and those of other models don't."""
+    place = shutil.copytree(chat_folder, tmp_path / "tokenizer")
+    lines = [{"messages": CONVERSATION}, {"prompt": "a <|im_end|> b", "completion": "c"}]
+    chosen = options(write_lines(tmp_path / "a.jsonl", lines), seq_length=400)
+    kept = replace(chosen, cache=SampleCache(str(tmp_path / "kept")))
+
+    def files_after_reading(parse: bool = False) -> int:
+        model = str(place / "tokenizer.json")
+        tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", model, parse_special_tokens=parse))
+        found, truth = (build_sft_datasets(each, tokenizer, model, (1, 0, 0)) for each in (kept, chosen))
+        assert labels(rows_of(found.train)) == labels(rows_of(truth.train))
+        return len(list((tmp_path / "kept").iterdir()))
+
+    one = files_after_reading()
+    assert one > 0
+    (place / "config.json").write_text("{}")
+    (place / "README.md").write_text("new")
+    settings = json.loads((place / "tokenizer_config.json").read_text())
+    (place / "chat_template.jinja").write_text(settings["chat_template"])  # the same from another file
+    assert files_after_reading() == one
+    (place / "chat_template.jinja").write_text("{# new #}" + settings["chat_template"])
+    assert files_after_reading() == 2 * one
+    (place / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|endoftext|>"}))
+    assert files_after_reading() == 3 * one
+    assert files_after_reading(parse=True) == 4 * one
+    shutil.rmtree(place)
+    chat_tokenizer(place).joinpath("tokenizer.json").write_text(
+        (chat_folder / "tokenizer.json").read_text().replace('"<|begin|>"', '"<|began|>"')
+    )
+    assert files_after_reading() == 5 * one
+
+
+def test_a_prompt_to_evaluate_is_plain_text_as_in_training(tmp_path: Path, chat_folder: Path) -> None:
+    text = "a<|im_end|>b"
+    file = write_lines(tmp_path / "a.jsonl", [{"prompt": text, "completion": "c"}])
+    reader = SftReader(options(file), HuggingFaceTokenizer(str(chat_folder)), str(chat_folder))
+    data, _ = reader.read([file], "--sft-data")
+    prompt = reader.prompt(text, PAIR)
+    assert prompt == data.tokens[: len(prompt)].tolist()
+    assert len(data.tokens) == len(prompt) + 2
 
 
 def test_a_tokenizer_that_reads_no_special_tokens_works_with_the_built_in_template(tmp_path: Path) -> None:
@@ -299,12 +339,42 @@ BAD = [
     ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history isn't read"),
     ({"messages": CONVERSATION, "system": "x"}, "key system and also a first message"),
     ({"messages": with_keys(loss_mask=0)}, 'message 3 has the key "loss_mask".*"weight": 0 or "train": false'),
+    ({"messages": with_keys(reasoning_content="x")}, 'message 3 has the key "reasoning_content", which nothing reads'),
+    ({"messages": with_keys(tool_calls=[{"name": "f"}])}, 'message 3 has the key "tool_calls", which nothing reads'),
+    ({"messages": CONVERSATION, "tools": [{"name": "f"}]}, "it has tools, and the chat template .* no place for them"),
+    ({"messages": CONVERSATION, "weight": 0}, "the key weight isn't read here.*in its message"),
+    ({"prompt": "a", "completion": "b", "train": False}, "the key train isn't read here"),
+    ({"messages": CONVERSATION, "chat_template_kwargs": {"a": 1}}, "the key chat_template_kwargs isn't read here"),
+    ({"prompt": "a", "completion": "b", "system": "c"}, "it has system beside prompt and completion"),
+    (
+        {"messages": [*MESSAGES[:1], {"role": "assistant", "content": ""}], "system": "x"},
+        "message 2 is an empty answer",
+    ),
     ({"messages": with_keys(weight=0.5)}, "the weight of message 3 must be 0 or 1"),
     ({"messages": with_keys(weight=0, train=True)}, "weight and train of message 3 contradict"),
     ({"messages": [{**CONVERSATION[0], "train": True}, *CONVERSATION[1:]]}, "message 1 has the role system and train"),
     ({"messages": with_keys(train=False)[:3]}, "no assistant turn is trained"),
     ({}, "the line's keys: none"),
 ]
+
+
+def test_tools_are_a_list_or_one_as_json_and_none_where_that_is_empty(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path / "reasoning", REASONING_TEMPLATE)
+    reader = SftReader(options(seq_length=999), HuggingFaceTokenizer(str(folder)), str(folder))
+    tools = [{"name": "f"}]
+    forms = [{"tools": tools}, {"tools": json.dumps(tools)}, {}, {"tools": []}, {"tools": "[]"}, {"tools": None}]
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": MESSAGES, **form} for form in forms])
+    data, _ = reader.read([file], "--sft-data")
+    with_tools, same, *others = (data.tokens[a:b].tolist() for a, b in zip(data.begins, data.begins[1:], strict=False))
+    assert with_tools == same
+    assert all(other == others[0] != with_tools for other in others)
+
+
+def test_a_conversation_that_the_template_can_not_begin_with_is_told(tmp_path: Path) -> None:
+    folder = chat_tokenizer(tmp_path / "reasoning", "{{ messages[0].content }}")
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": [MESSAGES[1], *MESSAGES]}])
+    with pytest.raises(UserError, match=r"a\.jsonl:1: it begins with an answer.*begin with a message of the system or"):
+        SftReader(options(), HuggingFaceTokenizer(str(folder)), str(folder)).read([file], "--sft-data")
 
 
 @pytest.mark.parametrize("value, message", BAD, ids=[str(n) for n in range(len(BAD))])

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megalite.config.errors import FlagError
+from megalite.config.schema import LayoutConfig
 from megalite.distributed import launch
 from megalite.distributed.launch import Environment, choose_device, read_environment
+from megalite.distributed.mesh import Mesh
 
 
 @pytest.fixture
@@ -43,8 +48,11 @@ def test_a_local_rank_beyond_the_gpus_is_refused() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_one_process_needs_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    assert choose_device("auto", read_environment()) == torch.device("cuda", 0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     assert choose_device("auto", read_environment()) == torch.device("cuda", 0)
 
 
@@ -56,3 +64,46 @@ def test_torchruns_own_report_ends_with_our_message(tmp_path: Path, monkeypatch:
     report = str(ChildFailedError("pretrain_gpt.py", {0: ProcessFailure(0, 123, 2, str(record))}))
     last = [line.strip() for line in report.splitlines() if line.strip(" =")][-2:]
     assert last == ["traceback : error: --lr -1 must not be negative", "--seq-length 0 must be at least 1"]
+
+
+@pytest.mark.parametrize(("attempt", "lines"), [(0, ["error: mine"]), (1, ["error: mine"]), (2, [])])
+def test_the_failure_of_an_attempt_that_torchrun_repeats_is_on_stderr(
+    attempt: int, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun shows the record of the last one alone."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    launch._tell("error: mine")
+    assert capsys.readouterr().err.splitlines() == lines
+    assert (tmp_path / "error.json").exists()
+
+
+def test_a_failure_that_torchruns_record_cannot_take_is_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
+    launch._tell("error: mine")
+    assert capsys.readouterr().err == "error: mine\n"
+
+
+def test_making_the_process_groups_is_bounded_by_its_flag_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It includes CUDA contexts and the first communicator, which the bound of the meeting would cut off."""
+    exits: list[int] = []
+    bounds: list[timedelta] = []
+
+    def slow(*_: object, timeout: timedelta, **__: object) -> None:
+        bounds.append(timeout)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(launch, "RENDEZVOUS_SECONDS", 0.01)
+    monkeypatch.setattr(launch, "_meet", lambda *_: (dist.HashStore(), {}))
+    monkeypatch.setattr(launch, "_exit", exits.append)
+    monkeypatch.setattr(launch, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(dist, "init_process_group", slow)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(Mesh, "create", slow)
+    with launch.start(LayoutConfig(distributed_timeout_minutes=3), Environment(world_size=2), torch.device("cpu")):
+        pass
+    assert exits == [] and bounds == [timedelta(minutes=3)] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -100,3 +101,48 @@ def test_a_stranger_is_no_rank(place: tuple[str, int]) -> None:
     ours, theirs = socket.socketpair()
     theirs.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     assert peers._greeted(ours, bytes(16)) is None
+
+
+def test_where_the_masters_name_is_a_loopback_address_the_others_use_their_own_for_it() -> None:
+    """As with `127.0.1.1 node0` in the hosts file of the first machine."""
+    store, deadline = dist.HashStore(), time.monotonic() + 30
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(2) as threads:
+        port = server.getsockname()[1]
+        first = threads.submit(meet, store, 0, 2, ("127.0.0.1", port), deadline)
+        other = threads.submit(meet, store, 1, 2, ("127.0.0.2", port), deadline)
+        assert set(first.result()) == {1}
+        assert other.result()[0].getpeername()[0] == "127.0.0.2"
+
+
+class Read:
+    """A store that tells when the address in it is read."""
+
+    def __init__(self, store: dist.Store):
+        self.store, self.first = store, threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        return self.store.check(keys)
+
+    def get(self, key: str) -> bytes:
+        self.first.set()
+        return self.store.get(key)
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["nobody listens there", "another process listens there"])
+def test_an_address_of_a_rank_0_that_is_gone_is_read_again(taken: bool, place: tuple[str, int]) -> None:
+    store, deadline = dist.HashStore(), time.monotonic() + 30
+    read = Read(store)
+    with socket.create_server(("127.0.0.1", 0)) as stale, ThreadPoolExecutor(2) as threads:
+        published = f"127.0.0.1 {stale.getsockname()[1]} {'00' * 16}"
+        store.set(peers._KEY, published)
+        if not taken:
+            stale.close()
+        other = threads.submit(meet, read, 1, 2, place, deadline)  # type: ignore[arg-type]
+        stranger = stale.accept()[0] if taken else None
+        assert read.first.wait(30)
+        first = threads.submit(meet, store, 0, 2, place, deadline)
+        while store.get(peers._KEY).decode() == published:
+            time.sleep(0.01)
+        if stranger is not None:
+            stranger.close()
+        assert set(first.result()) == {1} and set(other.result()) == {0}

@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
+import torch.distributed as dist
 
+from megalite.distributed import turns
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pool import ProcessPool
@@ -68,3 +72,20 @@ def test_a_failure_of_the_first_ends_the_wait_of_the_others(pool: ProcessPool) -
     first, other = pool.run(_failing, 2, layout=Layout(dp=2))
     assert first == "ValueError: mine"
     assert other.startswith("RuntimeError: remote process exited")
+
+
+def test_those_that_wait_long_ask_the_store_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    pauses: list[float] = []
+
+    def sleep(pause: float) -> None:
+        pauses.append(pause)
+        if sum(pauses) > 60:
+            store.add("turns/key", 1)  # the other process is done
+
+    monkeypatch.setattr(turns, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(turns, "broadcast_object", lambda *_: "key")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    mesh: Mesh = SimpleNamespace(world=SimpleNamespace(size=2))  # type: ignore[assignment]
+    assert first_of_machine_first(lambda: "mine", mesh, first=False) == "mine"
+    assert 60 <= len(pauses) < 70 and max(pauses) == 1.0

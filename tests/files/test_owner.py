@@ -8,13 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megalite.config.errors import UserError
+from megalite.files import owner
 from megalite.files.owner import OWNER, check_unowned, owning, process_start
 
 HOLD = "import sys\nfrom pathlib import Path\nfrom megalite.files.owner import owning\n"
@@ -79,21 +82,91 @@ def test_one_process_does_not_own_a_place_twice(file: Path) -> None:
         assert file.exists()
 
 
-def test_an_owner_on_another_host_stays_and_the_message_says_what_to_delete(file: Path) -> None:
+@pytest.fixture
+def elsewhere(file: Path) -> Path:
+    """The file of an owner on another machine."""
     with owning(file, "--save run"):
-        edit(file, host="elsewhere")
-        with pytest.raises(UserError, match=f"on host elsewhere.* if it has ended, delete {file}"):
-            check_unowned(file, "--save run")
+        text = file.read_text()
+    file.write_text(text)
+    edit(file, host="elsewhere", machine="another boot")
+    return file
 
 
-def test_a_slurm_job_that_was_started_again_elsewhere_goes_on(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
+def age(file: Path, seconds: float) -> None:
+    """Its last sign of life was so long ago."""
+    then = time.time() - seconds
+    os.utime(file, (then, then))
+
+
+def test_an_owner_on_another_machine_lives_until_it_was_silent_for_minutes(elsewhere: Path) -> None:
+    age(elsewhere, owner.SILENCE - 60)
+    with pytest.raises(UserError, match="--save run is written by another run .*on host elsewhere.* 5 minutes later"):
+        check_unowned(elsewhere, "--save run")
+    assert os.listdir(elsewhere.parent) == [OWNER]
+    age(elsewhere, owner.SILENCE + 60)
+    with owning(elsewhere, "--save run"):
+        assert json.loads(elsewhere.read_text())["host"] == socket.gethostname()
+    assert os.listdir(elsewhere.parent) == []
+
+
+def test_a_container_on_the_same_host_is_another_machine(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with owning(file, "--save run"):
-        edit(file, host="elsewhere")
-        with pytest.raises(UserError, match="elsewhere"):
-            check_unowned(file, "--save run")
-        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        edit(file, pid=2**22 + 1)  # a process that this container doesn't have
         check_unowned(file, "--save run")
+        monkeypatch.setattr(os, "readlink", lambda _: "pid:[1]")
+        with pytest.raises(UserError, match="is written by another run"):
+            check_unowned(file, "--save run")
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_new_run_waits_until_it_knows_of_an_owner_elsewhere(
+    lives: bool, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        age(elsewhere, 0 if lives else owner.SILENCE - 20 + sum(slept))
+
+    age(elsewhere, owner.SILENCE - 20)
+    monkeypatch.setattr(time, "sleep", sleep)
+    refused = pytest.raises(UserError, match="elsewhere") if lives else nullcontext()
+    with pytest.warns(UserWarning, match="waiting up to 20 s for a sign of life"), refused, owning(elsewhere, "run"):
+        pass
+    assert elsewhere.exists() == lives
+
+
+def test_a_living_owner_gives_signs_of_life_and_none_for_another(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "BEAT", 0.001)
+    with owning(file, "--save run"):
+        age(file, 1000)
+        while time.time() - file.stat().st_mtime > 500:
+            time.sleep(0.001)
+        edit(file, claim="another's")
+        age(file, 1000)
+        time.sleep(0.02)
+        assert time.time() - file.stat().st_mtime > 500
+    assert file.exists()
+
+
+def test_two_machines_that_find_one_dead_owner_do_not_both_own_the_place(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine replaces the owner between our look and our removal, where locks hold nobody back."""
+    age(elsewhere, owner.SILENCE + 60)
+    quicker = json.dumps(json.loads(elsewhere.read_text()) | {"host": "quicker", "claim": "its own"})
+    rename = os.rename
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        source.unlink()
+        source.write_text(quicker)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    with pytest.raises(UserError, match="on host quicker"), owning(elsewhere, "--save run"):
+        pass
+    assert (os.listdir(elsewhere.parent), elsewhere.read_text()) == ([OWNER], quicker)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])

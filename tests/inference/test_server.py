@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,8 +251,9 @@ def test_messages_in_parts_are_joined(client: Client) -> None:
             CHAT,
             {"messages": [{"role": 1, "content": "a"}]},
             400,
-            "role: Input should be 'system', 'developer', 'user', 'assistant' or 'tool'",
+            "role: Input should be 'system', 'developer', 'user' or 'assistant'",
         ),
+        (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}, 400, "role: Input should be"),
         (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "role: Input should be"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts of type text alone"),
         (CHAT, {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, 400, "tool_calls"),
@@ -352,7 +354,8 @@ def test_a_client_that_has_said_all_and_still_reads_is_answered(
     body = b'{"prompt":"The quick","max_tokens":100,"stream":' + stream + b"}"
     head = b"POST /v1/completions HTTP/%s\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (version, len(body))
     answer, interim = raw(client, head + body), b"HTTP/1.1 100 Continue\r\n\r\n"
-    assert (interim in answer) == (version == b"1.1" and stream == b"false")
+    if version == b"1.0" or stream == b"false":  # a stream may begin before the first probe, or after it
+        assert (interim in answer) == (version == b"1.1")
     assert answer.replace(interim, b"").startswith(b"HTTP/1.1 200 OK")
     assert (b"data: [DONE]" if stream == b"true" else b'"total_tokens"') in answer
 
@@ -362,6 +365,21 @@ def test_a_body_beyond_the_bound_is_refused(client: Client) -> None:
     status, value = client.send("POST", COMPLETIONS, b" " * (most + 1))
     assert (status, value["error"]["code"]) == (413, "request_too_large")
     assert client.send("POST", COMPLETIONS, b'{"prompt":"a","max_tokens":1}'.ljust(most))[0] == 200
+
+
+def test_bodies_that_come_at_once_stay_within_a_bound(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_BODIES", 1)
+    service, most = client.service, client.service.max_body
+    assert service.body_bytes == 0
+    with socket.create_connection(("127.0.0.1", client.port), timeout=30) as connection:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {most}\r\n\r\n"
+        connection.sendall(head.encode() + b" " * (most - 100))
+        wait_until(lambda: service.body_bytes == most - 100)
+        with pytest.raises(openai.InternalServerError, match="too many other requests"):
+            client.complete("a" * 100, 1)
+        wait_until(lambda: service.body_bytes == most - 100)
+    wait_until(lambda: service.body_bytes == 0)
+    assert client.complete("c", 1) == client.greedy("c", 1)[1]
 
 
 def test_clients_that_go_away_stop_the_work_and_leave_the_server_well(
@@ -484,14 +502,15 @@ def test_what_is_too_long_by_its_characters_is_not_tokenized(
 ) -> None:
     most = client.loaded.most_characters
     assert most is not None
-    longest, tokenize = 0, client.loaded.tokenizer.tokenize_batch
+    longest, tokenizer = 0, client.loaded.tokenizer
 
-    def measured(texts: Sequence[str]) -> list[list[int]]:
+    def measured(tokenize: Callable[..., Any], texts: Sequence[str], **how: Any) -> Any:
         nonlocal longest
         longest = max(longest, *map(len, texts))
-        return tokenize(texts)
+        return tokenize(texts, **how)
 
-    monkeypatch.setattr(client.loaded.tokenizer, "tokenize_batch", measured)
+    for name in ("tokenize_batch", "tokenize_alone"):
+        monkeypatch.setattr(tokenizer, name, partial(measured, getattr(tokenizer, name)))
     for length in (most - 200, most + 1):
         longest = 0
         status, value = client.send("POST", path, json.dumps(fields("a" * length)).encode())

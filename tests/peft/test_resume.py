@@ -155,10 +155,27 @@ def test_the_adapter_is_there_although_the_checkpoint_could_not_be_saved(
     assert {path.name for path in (tmp_path / "lora").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
-def test_an_adapter_is_not_saved_into_a_model_s_folder(tmp_path: Path) -> None:
+def test_a_best_adapter_that_cannot_be_saved_names_its_own_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise CheckpointError("No space left on device")
+
+    monkeypatch.setattr("megalite.peft.adapter.write_adapter", full)
+    config = adapter_config("lora", save_best_adapter=str(tmp_path / "best"))
+    config.data.split, config.validation.eval_iters = "9,1,0", 1
+    config = resolve(config, 1)
+    run = Run(prepare_config(config, Environment()), single_process_mesh())
+    with pytest.raises(CheckpointError, match=f"--save-best-adapter {tmp_path}/best: No space left"):
+        run.loop().validated(1.0)
+    run.close()
+
+
+@pytest.mark.parametrize("flag", ["--save-adapter", "--save-best-adapter"])
+def test_an_adapter_is_not_saved_into_a_model_s_folder(flag: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(FlagError, match="--save-adapter .* is a model's folder"):
-        start(adapter_config("lora", save_adapter=str(tmp_path)))
+    with pytest.raises(FlagError, match=f"{flag} .* is a model's folder"):
+        start(adapter_config("lora", **{flag[2:].replace("-", "_"): str(tmp_path)}))
 
 
 def test_more_microbatches_than_a_schedule_can_list_are_refused() -> None:

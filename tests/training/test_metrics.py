@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from megalite.config.schema import RunConfig
-from megalite.training.metrics import LogLines, StepRecord, check_sinks, evaluated_splits
+from megalite.training.metrics import EvaluationRecord, LogLines, MetricsFile, StepRecord, check_sinks, evaluated_splits
 
 
 def record(iteration: int, **changes: Any) -> StepRecord:
@@ -51,10 +52,23 @@ def test_the_loss_scale_is_printed_as_it_is(scale: float, capsys: pytest.Capture
 
 
 def test_a_step_of_no_counted_token_is_told_and_left_out_of_the_mean_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    lines(record(1, counted_tokens=0, lm_loss=0.0), record(2, lm_loss=5.0))
+    lines(record(1, counted_tokens=0, lm_loss=math.nan), record(2, lm_loss=5.0))
     out = capsys.readouterr().out
     assert out.count("iteration 1: no token of this batch counts") == 1 and "iteration 2: no token" not in out
-    assert "lm loss: 5.000000E+00" in out
+    assert "lm loss: 5.000000E+00" in out and "number of nan iterations:   0" in out
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(math.log(2), 2.0), (1e9, math.exp(20)), (math.nan, None)])
+def test_the_perplexity_of_a_loss_that_is_no_number_is_none_either(
+    loss: float, expected: float | None, tmp_path: Path
+) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl", 0)
+    file.evaluation(EvaluationRecord(1, "valid", loss))
+    file.step(record(2, counted_tokens=0, lm_loss=math.nan))
+    file.close()
+    evaluation, step = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
+    assert evaluation["ppl"] == (None if expected is None else pytest.approx(expected))
+    assert step["lm_loss"] is None
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megalite.config.errors import UserError
 from megalite.config.schema import RunConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.files.owner import OWNER
+from megalite.training.metrics import check_sinks
 from megalite.training.outputs import owned_outputs
 
 
@@ -17,6 +20,28 @@ def config_of(folder: Path) -> RunConfig:
     config = RunConfig()
     config.checkpoint.save, config.peft.save_adapter = str(folder), f"{folder}/../{folder.name}"  # one folder twice
     return config
+
+
+def test_a_run_owns_just_the_folders_that_it_writes(tmp_path: Path) -> None:
+    """Checkpoints come of training alone, adapters of a run that only evaluates too."""
+    config = RunConfig()
+    config.checkpoint.save, config.peft.save_adapter, config.peft.save_best_adapter = (
+        str(tmp_path / name) for name in ("save", "last", "best")
+    )
+    for skip_train, written in ((False, {"save", "last", "best"}), (True, {"last", "best"})):
+        config.validation.skip_train = skip_train
+        with owned_outputs(config, single_process_mesh()):
+            assert {file.parent.name for file in tmp_path.glob(f"*/{OWNER}")} == written
+            assert check_sinks(config) == []
+
+
+@pytest.mark.parametrize("flag", ["--save", "--save-adapter", "--save-best-adapter"])
+def test_a_folder_that_cannot_be_made_is_found_before_the_run(flag: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config, name = RunConfig(), flag[2:].replace("-", "_")
+    setattr(config.checkpoint if name == "save" else config.peft, name, str(tmp_path / "file" / "under"))
+    (problem,) = check_sinks(config)
+    assert problem.startswith(f"{flag}: {tmp_path}/file/under can't be made")
 
 
 def _try(mesh: Mesh, folder: Path) -> str:

@@ -78,5 +78,5 @@ def _write(
         kept = root / FOLDER
         write_small_files(kept, read_small_files(source))
         config.tokenizer = tokenizer_of(kept.resolve(), found.vocab_size)
-        sums = write_shards(folder, chunks, single_process_mesh().world)
-        storage.write_documents(folder, storage.documents(config, state), sums)
+        write_shards(folder, chunks, single_process_mesh().world)
+        storage.write_documents(folder, storage.documents(config, state))

@@ -1,0 +1,101 @@
+"""What a run does around its steps: evaluations, saves, skipped steps, the sum of the ranks' losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.resolve import resolve
+from megalite.data.tokenizers import NullTokenizer
+from megalite.distributed.launch import Environment
+from megalite.distributed.layout import Layout
+from megalite.distributed.mesh import Mesh, single_process_mesh
+from megalite.distributed.pool import ProcessPool
+from megalite.training.prepare import Prepared, prepare_config
+from megalite.training.run import Run
+from megalite.training.trainer import NonFiniteError, summed_over_ranks
+from tests.e2e.runs import checkpoint, checkpoint_tensors, training_state
+from tests.peft.runs import adapter_config
+
+
+def prepared(peft: str = "none", **fields: Any) -> Prepared:
+    return prepare_config(resolve(adapter_config(peft, **fields), 1), Environment())
+
+
+def finish(parts: Prepared) -> None:
+    run = Run(parts, single_process_mesh())
+    try:
+        run.loop().run()
+    finally:
+        run.close()
+
+
+def places(folder: Path) -> dict[str, Any]:
+    return {"save": str(folder), "load": str(folder), "save_interval": 1, "keep_last_checkpoints": 2, "eval_iters": 0}
+
+
+def test_a_run_that_only_skips_steps_deletes_no_good_checkpoint_and_leaves_the_adapter(tmp_path: Path) -> None:
+    common = {**places(tmp_path / "run"), "save_adapter": str(tmp_path / "adapter"), "train_iters": 20}
+    finish(prepared("lora", **common | {"train_iters": 3}))
+    kept = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
+    skipping = {"nan_action": "skip", "max_skips_in_a_row": 6}
+    run = Run(prepared("lora", **common, **skipping), single_process_mesh())
+    step = run.trainer._forward_backward
+    run.trainer._forward_backward = lambda *args: step(*args) * math.nan  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteError, match="--max-skips-in-a-row 6"):
+        run.loop().run()
+    run.close()
+    assert all(tensor.isfinite().all() for tensor in checkpoint_tensors(checkpoint(tmp_path / "run", 3)).values())
+    assert [n for n in range(1, 20) if checkpoint(tmp_path / "run", n).exists()] == [2, 3, 4, 5, 6, 7, 8]
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == kept
+
+
+def test_the_last_checkpoint_holds_the_best_loss_of_the_last_evaluation(tmp_path: Path) -> None:
+    best = {"save_best_adapter": str(tmp_path / "best"), "eval_iters": 1, "eval_interval": 100, "train_iters": 2}
+    finish(prepared("lora", **places(tmp_path / "run") | best))
+    state = training_state(checkpoint(tmp_path / "run", 2))["training"]
+    assert math.isfinite(state["best_valid_loss"])
+    assert state["consumed_valid_samples"] == 0  # a run that goes on reads as if it hadn't ended here
+
+
+class Deaf(NullTokenizer):
+    """A tokenizer that must not be asked."""
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        raise AssertionError(f"tokenized again: {texts}")
+
+
+def test_prompts_are_tokenized_before_the_run_and_not_again(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = prepared(eval_prompt=["1 2"], eval_iters=1, eval_interval=1, train_iters=2)
+    finish(replace(parts, tokenizer=Deaf(parts.tokenizer.vocab_size - 1)))
+    assert capsys.readouterr().out.count("prompt: 1 2\n  model: ") == 2
+
+
+def test_a_step_without_a_counted_token_has_no_loss() -> None:
+    run = Run(prepared(eval_iters=0), single_process_mesh())
+    batches = run.trainer.microbatches
+    run.trainer.microbatches = (replace(each, loss_mask=torch.zeros_like(each.loss_mask)) for each in batches)
+    record = run.trainer.step()
+    run.close()
+    assert math.isnan(record.lm_loss) and record.counted_tokens == 0 and not record.skipped
+    assert run.state.nans == 0
+
+
+def _sums(mesh: Mesh) -> list[float]:
+    finite, alone = torch.tensor(2.0), torch.tensor(math.nan if mesh.tp.rank == 1 else 2.0)
+    return [
+        summed_over_ranks(each, mesh).item()
+        for each in (finite, torch.tensor(math.inf), torch.tensor(-math.inf), torch.tensor(math.nan), alone)
+    ]
+
+
+def test_a_sum_of_losses_over_tensor_parallel_ranks_is_that_of_one(pool: ProcessPool) -> None:
+    for sums in pool.run(_sums, 2, layout=Layout(tp=2)):
+        assert sums[:3] == [2.0, math.inf, -math.inf]
+        assert all(map(math.isnan, sums[3:]))
