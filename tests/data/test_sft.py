@@ -129,6 +129,14 @@ def test_alpacas_file_is_read_as_published_one_list_with_some_empty_outputs(tmp_
     assert any("1 lines with an empty output were left out" in note for note in data.notes)
 
 
+@pytest.mark.parametrize(("form", "told"), [("pair", False), ("messages", True)])
+def test_data_says_whether_it_has_conversations(tmp_path: Path, chat_folder: Path, form: str, told: bool) -> None:
+    line = {"messages": MESSAGES} if form == "messages" else {"prompt": "q", "completion": "a"}
+    file = write_lines(tmp_path / "data.jsonl", [{"prompt": "q", "completion": "a"}, line])
+    tokenizer = HuggingFaceTokenizer(str(chat_folder))
+    assert build_sft_datasets(options(file), tokenizer, str(chat_folder), (1, 0, 0)).conversations == told
+
+
 def test_an_answer_of_weight_zero_is_context(tmp_path: Path, chat_folder: Path) -> None:
     tokenizer = HuggingFaceTokenizer(str(chat_folder))
     for keys in ({"weight": 0}, {"train": False}, {"weight": 0, "train": False, "name": None, "loss": None}):

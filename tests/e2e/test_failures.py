@@ -255,6 +255,7 @@ def test_a_full_disk_on_one_rank_is_one_message_and_nothing_half_written(tmp_pat
     assert "iter_0000004" in outcome.err and "rank 1" in outcome.err
     assert newest(tmp_path) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "huggingface",
         checkpoint(tmp_path, 2).name,
         "latest_checkpointed_iteration.txt",
     ]

@@ -12,12 +12,14 @@ import torch
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.errors import FlagError, UserError
 from megalite.config.resolve import resolve
-from megalite.config.schema import RunConfig
+from megalite.config.schema import RunConfig, TokenizerConfig
+from megalite.data.tokenizers import HuggingFaceTokenizer
 from megalite.distributed.launch import Environment
 from megalite.distributed.mesh import single_process_mesh
 from megalite.peft.files import read_adapter, read_class_names, write_adapter
 from megalite.training.prepare import prepare_config
 from megalite.training.run import Run
+from tests.data.chat_files import CHATML_TEMPLATE, SPECIAL, chat_tokenizer, write_lines
 from tests.peft.runs import adapter_config
 
 
@@ -28,6 +30,29 @@ def start(config: RunConfig, *, save: Path | None = None) -> None:
     run.trainer.step()
     run.save()
     run.close()
+
+
+def test_a_template_that_goes_during_the_run_is_still_with_the_adapter_and_beside_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    tokenizer, template = chat_tokenizer(tmp_path / "tokenizer"), tmp_path / "template.jinja"
+    template.write_text(CHATML_TEMPLATE, "utf-8")
+    config = adapter_config("lora", save_adapter=str(tmp_path / "lora"))
+    config.checkpoint.save = str(tmp_path / "run")
+    config.data.mock_data = False
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    config.tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tokenizer))
+    config.finetune.task, config.finetune.chat_template = "sft", str(template)
+    config.data.seq_length = 32
+    config.finetune.sft_data = [write_lines(tmp_path / "chats.jsonl", [{"messages": messages}] * 2)]
+    run = Run(prepare_config(resolve(config, 1), Environment()), single_process_mesh())
+    template.unlink()
+    shutil.rmtree(tokenizer)
+    run.save()
+    run.close()
+    for folder in (tmp_path / "lora", tmp_path / "run" / "huggingface"):
+        assert (folder / "chat_template.jinja").read_text("utf-8") == CHATML_TEMPLATE
+        assert HuggingFaceTokenizer(str(folder)).special.keys() == set(SPECIAL)
 
 
 @pytest.fixture(scope="module")

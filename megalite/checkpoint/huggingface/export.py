@@ -98,8 +98,8 @@ def _config_json(
 ) -> tuple[Architecture, dict[str, Any]]:
     table = tensors[EMBEDDING]
     source = values_of(beside, CONFIG_FILE)
-    architecture, values = describe_network(config.model, table.shape[0], source or None)
-    values |= token_ids(source or values_of(beside, GENERATION_FILE))
+    architecture, values = describe_network(config.model, table.shape[0], source)
+    values |= token_ids(source)
     if HEAD in tensors:
         names = config.finetune.class_names or unnamed_classes(tensors[HEAD].shape[0])
         padding = padding_id(find_tokenizer(config.tokenizer), values.get("pad_token_id"), table.shape[0])

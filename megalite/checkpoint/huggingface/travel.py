@@ -112,9 +112,12 @@ def origin(config: RunConfig) -> Path | None:
 
 
 def companions(config: RunConfig, *, conversations: bool) -> dict[str, bytes]:
-    """The files to write beside the weights of a run, by name: `config.json` of the folder that the model descends from
-    if there is one, tokenizer, templates, and generation settings. What the run didn't choose is that folder's, byte
-    for byte. `conversations`: whether it learns answers in them. A UserError where a file can't be read."""
+    """The files to write beside the weights of a run, by name: tokenizer, templates, settings, `config.json`.
+
+    What the run didn't choose is as in the folder that the model descends from, byte for byte; without such a folder
+    `config.json` holds only which ids have a role. `conversations`: whether the run learns answers in them. A UserError
+    where a file can't be read.
+    """
     base, tokenizer, own = origin(config), find_tokenizer(config.tokenizer), _tokenizer_files(config.tokenizer)
     files = {} if base is None else read_small_files(base)
     same = base is not None and shares_ids(base, config.tokenizer) and (not own or _settings(own) == _settings(files))
@@ -210,9 +213,9 @@ def _with_ids(files: Mapping[str, bytes], tokenizer: Tokenizer | None, end: int 
     ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if end is not None and end not in ends:
         ids["eos_token_id"] = [*ends, end] if ends else end
-    result = {GENERATION_FILE: to_json(before | ids)} if before | ids != before else {}
-    if CONFIG_FILE in files and config | ids != config:
-        result[CONFIG_FILE] = to_json(config | ids)
+    result = {} if config | ids == config else {CONFIG_FILE: to_json(config | ids)}
+    if before | ids != before and (files.keys() & {CONFIG_FILE, GENERATION_FILE} or end is not None):
+        result[GENERATION_FILE] = to_json(before | ids)
     return result
 
 
