@@ -20,7 +20,7 @@ OWN = """
 --fp8-backend --keep-last-checkpoints --metrics-file --timeline --log-memory --log-top-grad-norms
 --model-vocab-size --rope-low-freq-factor --rope-high-freq-factor --rope-original-max-position-embeddings
 --rope-attention-factor --yarn-mscale --yarn-mscale-all-dim --longrope-short-factor --longrope-long-factor
---add-proj-bias
+--add-proj-bias --parse-special-tokens
 """
 
 # Flags of Megatron-LM that set a field of `schema.py` which has another flag: flag, field, the value unless it's given.
