@@ -7,8 +7,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST_ARGS ?=
-# Two processes of pytest: one has the pool of ranks, the other takes the rest.
-PARALLEL := -n 2 --dist loadgroup
+# Two processes of pytest. A file stays in one of them, since its tests share fixtures.
+PARALLEL := -n 2 --dist loadfile
 BENCH_ARGS ?=
 
 # requirements.lock pins every version; what is installed is what setup.py asks for. Build isolation is off, because it

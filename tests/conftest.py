@@ -38,13 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script_method` is deprecated")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests of the pool go to one of pytest-xdist's processes, so that there is one pool; a file's other tests stay
-    together, since they share fixtures. Tests marked `cuda` need a device."""
-    for item in items:
-        uses_pool = "pool" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("pool" if uses_pool else item.nodeid.partition("::")[0]))
+    """Tests marked `cuda` need a device."""
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

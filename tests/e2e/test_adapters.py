@@ -28,6 +28,7 @@ def tool(capsys: pytest.CaptureFixture[str], name: str, *words: object) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model.eval()(torch.arange(24).view(2, 12)).logits

@@ -31,6 +31,7 @@ def answers_in(outcome: Outcome) -> list[str]:
     return re.findall(r"prompt: [^\n]*\n  model: [^\n]*", outcome.out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples, epochs, expected", [(20, 2, 5), (21, 2, 6)])
 def test_epochs_are_so_many_steps_that_each_sample_is_read_at_least_so_often(
     base: Path, tmp_path: Path, samples: int, epochs: int, expected: int

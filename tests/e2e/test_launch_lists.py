@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.config.launch_lists import GPT3_175B, LLAMA3_8B, LLAMA3_8B_SHARDING
 from tests.e2e.runs import newest, run, steps
 
@@ -11,6 +13,7 @@ DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 130"
 SHORT = "--seq-length 32 --max-position-embeddings 32 --log-interval 1 --device cpu --threads-per-rank 1"
 
 
+@pytest.mark.slow
 def places(folder: Path) -> str:
     return (
         f"--save {folder}/checkpoints --load {folder}/checkpoints --tensorboard-dir {folder}/tensorboard "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from megalite.config.entry import read_config
 from megalite.data.gpt_dataset import build_datasets
@@ -23,6 +24,7 @@ from tests.e2e.runs import (
 )
 
 
+@pytest.mark.slow
 def test_torchrun_computes_what_one_process_computes(reference: Path, tmp_path: Path) -> None:
     program(f"{T0} --fp64 {outputs(tmp_path)}", 2)
     assert_equal(tmp_path, reference)

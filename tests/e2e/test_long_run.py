@@ -42,6 +42,7 @@ def assert_level(usages: list[dict[str, int]], begin: int, growth_in_bytes: floa
     assert late["bytes"] < early["bytes"] + growth_in_bytes, [usage["bytes"] for usage in usages]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_sixty_steps_with_evaluations_and_saves_leak_nothing_and_a_pipeline_keeps_step(tmp_path: Path) -> None:
     """Untied, a pipeline computes bit for bit what one process computes."""

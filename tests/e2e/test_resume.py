@@ -95,6 +95,7 @@ def test_five_and_five_steps_are_ten_steps(flags: str, processes: int, tmp_path:
     assert sum(step["skipped"] for step in steps(straight)) <= 2
 
 
+@pytest.mark.slow
 def test_dropout_on_tensor_parallel_ranks_survives_a_resume_and_any_number_of_workers(tmp_path: Path) -> None:
     """A loader that drew from the random state, or on one rank alone, would show here."""
     flags = "--tensor-model-parallel-size 2 --sequence-parallel --num-workers"
