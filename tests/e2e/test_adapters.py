@@ -28,13 +28,13 @@ def tool(capsys: pytest.CaptureFixture[str], name: str, *words: object) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.slow
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model.eval()(torch.arange(24).view(2, 12)).logits
     return found
 
 
+@pytest.mark.slow
 def test_a_lora_is_trained_resumed_saved_merged_and_used(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

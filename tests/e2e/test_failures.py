@@ -261,8 +261,10 @@ def test_a_full_disk_on_one_rank_is_one_message_and_nothing_half_written(tmp_pat
     ]
 
 
-@pytest.mark.slow
 # ------------------------------------------------------------------------------------------------------------- launch
+
+
+@pytest.mark.slow
 def test_two_runs_at_once_on_one_machine_both_work(tmp_path: Path) -> None:
     started = [Program(f"{MICRO} --train-iters 2 --metrics-file {tmp_path}/{name}.jsonl", 2) for name in "ab"]
     for each in started:

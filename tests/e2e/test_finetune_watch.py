@@ -31,7 +31,6 @@ def answers_in(outcome: Outcome) -> list[str]:
     return re.findall(r"prompt: [^\n]*\n  model: [^\n]*", outcome.out)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("samples, epochs, expected", [(20, 2, 5), (21, 2, 6)])
 def test_epochs_are_so_many_steps_that_each_sample_is_read_at_least_so_often(
     base: Path, tmp_path: Path, samples: int, epochs: int, expected: int
@@ -46,6 +45,7 @@ def test_epochs_are_so_many_steps_that_each_sample_is_read_at_least_so_often(
     assert taken[-1]["learning_rate"] == pytest.approx(1e-3 / expected)  # the rate decays over all of them
 
 
+@pytest.mark.slow
 def test_prompts_are_continued_as_transformers_does_in_every_layout(base: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

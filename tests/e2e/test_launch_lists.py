@@ -13,7 +13,6 @@ DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 130"
 SHORT = "--seq-length 32 --max-position-embeddings 32 --log-interval 1 --device cpu --threads-per-rank 1"
 
 
-@pytest.mark.slow
 def places(folder: Path) -> str:
     return (
         f"--save {folder}/checkpoints --load {folder}/checkpoints --tensorboard-dir {folder}/tensorboard "
@@ -21,6 +20,7 @@ def places(folder: Path) -> str:
     )
 
 
+@pytest.mark.slow
 def test_gpt3_175b(tmp_path: Path) -> None:
     """With all its flags but those of its data; 8 x 16 become 2 x 2."""
     begin, end = GPT3_175B.index("--data-path"), GPT3_175B.index("--log-interval")

@@ -95,7 +95,6 @@ def test_five_and_five_steps_are_ten_steps(flags: str, processes: int, tmp_path:
     assert sum(step["skipped"] for step in steps(straight)) <= 2
 
 
-@pytest.mark.slow
 def test_dropout_on_tensor_parallel_ranks_survives_a_resume_and_any_number_of_workers(tmp_path: Path) -> None:
     """A loader that drew from the random state, or on one rank alone, would show here."""
     flags = "--tensor-model-parallel-size 2 --sequence-parallel --num-workers"
@@ -107,6 +106,7 @@ def test_dropout_on_tensor_parallel_ranks_survives_a_resume_and_any_number_of_wo
         assert_same_checkpoint(checkpoint(resumed.parent, 10), checkpoint(straight.parent, 10))
 
 
+@pytest.mark.slow
 def test_the_real_program_resumes_bitwise(tmp_path: Path) -> None:
     """The same with processes started by hand, so that nothing could be left over from the first."""
     flags = f"{MICRO} --num-workers 2 --save-interval 5 "
