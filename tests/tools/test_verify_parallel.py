@@ -144,11 +144,16 @@ MIXTRAL_MISSING = "take out: --num-experts 8 --expert-model-parallel-size 8"
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (GPT3_175B, "8 processes will start on {cores} CPU cores: TP 2 x PP 4 x DP 1, cut down from TP 8 x PP 16"),
+        pytest.param(
+            GPT3_175B,
+            "8 processes will start on {cores} CPU cores: TP 2 x PP 4 x DP 1, cut down from TP 8 x PP 16",
+            marks=pytest.mark.full_matrix,
+        ),
         (f"{LLAMA3_8B} {LLAMA3_8B_SHARDING}", "2 processes will start on {cores} CPU cores: TP 1 x PP 1 x DP 2\n"),
-        (
+        pytest.param(
             without_what_is_not_built(MIXTRAL_8X7B, MIXTRAL_MISSING),
             "8 processes will start on {cores} CPU cores: TP 1 x PP 4 x DP 2\n",
+            marks=pytest.mark.full_matrix,
         ),
     ],
     ids=["GPT-3 175B", "Llama-3 8B", "Mixtral 8x7B"],
