@@ -1,5 +1,5 @@
 #!/bin/sh
-# 从 Debian 的 fortunes-zh 包（唐诗、宋词、论语、谚语）到一个会写中文的小 GPT：取文本、训练分词器、预处理、训练、生成。
+# 用 Debian 的 fortunes-zh 包（唐诗、宋词、论语、谚语）训练一个会写中文的小 GPT：下载文本、训练分词器、预处理、训练、生成文本。
 # A small GPT of Chinese poems and sayings, from the text of a Debian package to a sample. See README.md beside this file.
 #
 #   sh examples/chinese/run.sh [FOLDER]       FOLDER: for text, tokenizer, data and checkpoint (default: runs/chinese)
@@ -18,7 +18,7 @@ if [ -z "${SOURCE:-}" ]; then
     SOURCE="$folder/package/usr/share/games/fortunes"
     if [ ! -f "$SOURCE/tang300" ]; then
         if ! command -v apt-get >/dev/null || ! command -v dpkg-deb >/dev/null; then
-            echo "apt-get and dpkg-deb aren't here: unpack Debian's fortunes-zh elsewhere and set SOURCE=DIR" >&2
+            echo "缺少 apt-get 或 dpkg-deb：请从别处下载并解压 fortunes-zh，再设置 SOURCE=文件夹（见 README.md）" >&2
             exit 1
         fi
         (cd "$folder" && apt-get download fortunes-zh)
@@ -42,7 +42,7 @@ done
     --save "$folder/checkpoint" --load "$folder/checkpoint" --save-interval 100 --metrics-file "$folder/metrics.jsonl" \
     --exit-signal-handler
 
-echo "for comparison, a model that counts pairs of tokens, on the same held-out text:"
+echo "作为对比，二元语法模型（bigram）在同一验证集上的损失："
 "$python" -m megalite.data.bigram --train "$folder/train_text_document" --valid "$folder/valid_text_document" \
     --vocab-size 6144
 
