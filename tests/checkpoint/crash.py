@@ -57,7 +57,7 @@ def save_for_ever(root: Path, first: int) -> None:
 
 
 def random_moments(root: Path, trials: int) -> None:
-    """SIGKILL at a random moment of an endless row of saves, of which about two are done by then."""
+    """SIGKILL at a random moment of an endless row of saves, after none to two of them are done."""
     save(root, 1)
     begin = time.monotonic()
     save(root, 2)
@@ -66,7 +66,10 @@ def random_moments(root: Path, trials: int) -> None:
     for _ in range(trials):
         last = check(root)
         child = fork(lambda last=last: save_for_ever(root, last + 1))  # type: ignore[misc]
-        time.sleep(chance.uniform(0.0, 4 * seconds))
+        done = last + chance.randint(0, 2)
+        while check(root) < done:
+            time.sleep(seconds / 100)
+        time.sleep(chance.uniform(0.0, 1.5 * seconds))
         os.kill(child, signal.SIGKILL)
         assert killed(child)
         assert check(root) >= last

@@ -244,7 +244,7 @@ def _train(mesh: Mesh, microbatch: int) -> tuple[list[float], dict[str, Tensor]]
     return norms, {name: parameter.detach().clone() for name, parameter, _ in named_specs(model)}
 
 
-@pytest.mark.parametrize(("dp", "microbatch"), [(1, 2), (2, 1), (2, 4), (4, 1), (4, 2), (8, 1)])
+@pytest.mark.parametrize(("dp", "microbatch"), [(1, 2), (2, 1), (2, 4), (4, 1), (4, 2)])
 def test_data_parallel_ranks_with_unequal_tokens_train_as_one_process(
     pool: ProcessPool, dp: int, microbatch: int
 ) -> None:
