@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megalite.distributed.pool import ProcessPool
+from tests.helpers import PRELOADED
 
 POOL_SIZE, FULL_POOL_SIZE = 4, 8  # processes of the suite's layouts, and of the full matrices
 
@@ -15,7 +16,7 @@ POOL_SIZE, FULL_POOL_SIZE = 4, 8  # processes of the suite's layouts, and of the
 @pytest.fixture(scope="session")
 def pool(pytestconfig: pytest.Config) -> Iterator[ProcessPool]:
     """The session's worker processes, started by the first test that calls them."""
-    with ProcessPool(FULL_POOL_SIZE if _is_full(pytestconfig) else POOL_SIZE) as workers:
+    with ProcessPool(FULL_POOL_SIZE if _is_full(pytestconfig) else POOL_SIZE, preload=PRELOADED) as workers:
         yield workers
 
 

@@ -1,8 +1,9 @@
 """A pool of worker processes that run functions as the ranks of a layout.
 
-Key idea: starting a process and importing torch costs seconds, a function call in a running one milliseconds. So the
-workers stay, with one default process group over all of them; a layout of n ranks runs on the first n, and each worker
-keeps the meshes that it has made. A call that fails or hangs takes the workers down, never the caller: the error holds
+Key idea: starting a process and importing torch costs seconds, a function call in a running one milliseconds. So torch
+is imported once, by a server from which the workers are forked (multiprocessing's `forkserver`), and the workers stay,
+with one default process group over all of them; a layout of n ranks runs on the first n, and each worker keeps the
+meshes that it has made. A call that fails or hangs takes the workers down, never the caller: the error holds
 the failing rank's traceback or every rank's stack, and the next call starts new workers.
 
 Only for processes of one machine, on CPUs, with gloo. A worker can't start processes through `multiprocessing` itself
@@ -67,10 +68,13 @@ class _Worker(NamedTuple):
 
 
 class ProcessPool:
-    """`size` workers with `threads` CPU threads each, started by the first call. Not for use from several threads."""
+    """`size` workers with `threads` CPU threads each, started by the first call. Not for use from several threads.
 
-    def __init__(self, size: int = 8, threads: int = 1):
-        self.size, self.threads = size, threads
+    `preload`: modules that all workers need, imported once, before they are forked.
+    """
+
+    def __init__(self, size: int = 8, threads: int = 1, preload: Sequence[str] = ("megalite.distributed.pool",)):
+        self.size, self.threads, self.preload = size, threads, list(preload)
         self._workers: list[_Worker] = []
         self._layouts: set[Layout] = set()  # whose groups exist
         self._store: dist.TCPStore | None = None
@@ -135,7 +139,8 @@ class ProcessPool:
         # The store picks a free port and lives here, so that it outlives any worker.
         self._store = dist.TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="megalite-pool-")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(self.preload)
         try:
             for rank in range(self.size):
                 ours, theirs = context.Pipe()

@@ -28,6 +28,7 @@ from megalite.verify.proof import Prover
 from megalite.verify.replace import replace_absent_files, replaced_note, unused_note, use_made_data
 from megalite.verify.small import for_matrix, shards, shrink, small_layout
 
+_PRELOADED = ["megalite.training.run"]
 _SHOWN = 12  # parameters listed
 _PROCESS_BYTES = 300_000_000  # of a process that has loaded torch
 
@@ -93,7 +94,7 @@ def prove_one(config: RunConfig, size: Size, *, steps: int, tolerance: float, no
         # What a worker would find wrong with files is told here, in place of a run that fails.
         run = prepare_config(run, Environment(0, world, 0, world)).config
         _announce(f"{world} processes will start on {_cores()} CPU cores: {text}{_from(asked, config)}", notes)
-        with ProcessPool(world) as pool:
+        with ProcessPool(world, preload=_PRELOADED) as pool:
             difference = Prover(pool, steps, progress=_progress).prove(config, world)
     row = Row(text, world, difference, difference.worst <= tolerance)
     _print_row(row, f"{steps} steps in float64{_trained(run.peft)}", tolerance)
@@ -213,24 +214,24 @@ def prove_matrix(
     with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
         proof = for_proof(config, steps)
         notes = [*notes, *unused_note(config, proof), *replaced_note(config)]
-        small = for_matrix(proof, Path(folder))
         chosen = list(variants(size.processes))
         count = max(variant.processes for variant in chosen)
         size.refuse_if_over(count, f"--matrix {size.processes}", "Give a smaller number")
         _announce(
             f"{count} processes will start on {_cores()} CPU cores: {len(chosen)} layouts of up to {count} processes "
-            f"against one, {steps} steps in float64{_trained(small.peft)}",
+            f"against one, {steps} steps in float64{_trained(proof.peft)}",
             notes,
         )
-        return _prove_all(small, chosen, count, steps, tolerance)
+        cases = [(variant, for_matrix(proof, variant, Path(folder))) for variant in chosen]
+        return _prove_all(cases, count, steps, tolerance)
 
 
-def _prove_all(small: RunConfig, chosen: list[Variant], processes: int, steps: int, tolerance: float) -> list[Row]:
+def _prove_all(cases: list[tuple[Variant, RunConfig]], processes: int, steps: int, tolerance: float) -> list[Row]:
     rows = []
     print(f"{'layout':44} {'loss':>9} {'norm':>9} {'gradients':>9}  verdict")
-    with ProcessPool(processes) as pool:
+    with ProcessPool(processes, preload=_PRELOADED) as pool:
         prover = Prover(pool, steps)
-        for variant in tqdm(chosen, unit="layout", disable=None, leave=False, file=sys.stderr):
+        for variant, small in tqdm(cases, unit="layout", disable=None, leave=False, file=sys.stderr):
             difference = prover.prove(variant.apply(small), variant.processes)
             row = Row(str(variant), variant.processes, difference, difference.worst <= tolerance)
             rows.append(row)

@@ -13,6 +13,7 @@ from megalite.config.resolve import parse_window, pipeline_units, virtual_stages
 from megalite.config.schema import CheckpointConfig, LayoutConfig, RunConfig, TokenizerConfig
 from megalite.config.schema_finetune import FinetuneConfig
 from megalite.verify.configs import WHERE_NOT_HOW
+from megalite.verify.layouts import Variant
 from megalite.verify.replace import use_made_data
 from megalite.verify.samples import write_samples
 
@@ -139,17 +140,18 @@ def _small_finetuning(config: RunConfig, length: int, folder: Path | None) -> No
         peft.prompt_init_text = "3 1 4"
 
 
-def for_matrix(config: RunConfig, folder: Path | None = None) -> RunConfig:
-    """A small network of the given kinds of layer that every layout of up to TP 4 x PP 4 x VPP 2 x DP 2 can run.
+def for_matrix(config: RunConfig, variant: Variant, folder: Path | None = None) -> RunConfig:
+    """A small network of the given kinds of layer, for one process or `variant`, with the least that shows that layout:
+    a layer a chunk, at least two, and two microbatches a stage.
 
     Grouped queries get two groups, fewer than TP 4, so that keys and values are copied there. `folder`: as in `shrink`.
     """
     config = copy.deepcopy(config)
     model = config.model
     config.layout = LayoutConfig(**{name: getattr(config.layout, name) for name in WHERE_NOT_HOW})
-    model.num_layers, model.num_attention_heads, model.hidden_size = 8, 4, 32
+    model.num_layers, model.num_attention_heads, model.hidden_size = max(2, variant.pp * variant.chunks), 4, 32
     model.num_query_groups = 2 if model.group_query_attention else 1
     model.ffn_hidden_size, model.kv_channels = 96, 8
     _small_batch(config, 16, folder)
-    config.training.micro_batch_size, config.training.global_batch_size = 1, 8
+    config.training.micro_batch_size, config.training.global_batch_size = 1, 2 * variant.pp * variant.dp
     return config

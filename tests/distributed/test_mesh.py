@@ -14,6 +14,7 @@ from megalite.distributed.collectives import all_gather_objects
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pool import ProcessPool
+from tests.helpers import PRELOADED
 
 GROUPS = {
     "tp": ("tp",),
@@ -57,7 +58,7 @@ def _members_of_every_group() -> list[dict[str, list[int]]]:
 
 
 def test_the_groups_that_ranks_make_are_those_of_the_layout() -> None:
-    with ProcessPool(4) as workers:
+    with ProcessPool(4, preload=PRELOADED) as workers:
         for rank, by_layout in enumerate(workers.run(_members_of_every_group, 4)):
             for layout, members in zip(LAYOUTS, by_layout, strict=True):
                 expected = {name: list(layout.group_of(rank, *axes)) for name, axes in GROUPS.items()}
@@ -67,7 +68,7 @@ def test_the_groups_that_ranks_make_are_those_of_the_layout() -> None:
 def test_the_group_whose_ranks_exchange_tensors_in_pairs_first_meets_as_a_whole() -> None:
     """NCCL makes its communicator then; a batch of sends between a few ranks mustn't be the first operation."""
     layout = Layout(tp=2, pp=2, dp=2)
-    with ProcessPool(8) as workers:
+    with ProcessPool(8, preload=PRELOADED) as workers:
         for rank, seen in enumerate(workers.run(_first_operations, 8)):
             assert seen == [(layout.group_of(rank, "pp", "tp"), 1)]
 

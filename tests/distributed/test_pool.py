@@ -17,6 +17,7 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pool import ProcessPool, WorkerError, WorkerTimeout
+from tests.helpers import PRELOADED
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @pytest.fixture(scope="module")
 def small_pool() -> Iterator[ProcessPool]:
     """A pool of its own, since these tests break it."""
-    with ProcessPool(2) as workers:
+    with ProcessPool(2, preload=PRELOADED) as workers:
         yield workers
 
 

@@ -31,11 +31,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from tests.helpers import PRELOADED
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "pretrain_gpt.py"
 FAULTY_SCRIPT = ROOT / "tests" / "e2e" / "faults.py"
 MARK = "MEGALITE_TEST_RUN"
-PRELOADED = ["megalite.training.pretrain", "torch._dynamo"]  # the latter comes with any of torch's optimizers
 
 MOCK = "--mock-data "
 _COMMON = (

@@ -25,6 +25,7 @@ from megalite.pipeline.lowering import (
 )
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.transport import ProcessGroupTransport
+from tests.helpers import PRELOADED
 from tests.pipeline import toy
 
 SHAPES = {"hidden": ((2, 3), torch.float32), "ids": ((2,), torch.int64)}
@@ -94,7 +95,7 @@ def test_a_tensor_is_let_go_once_it_has_left(pool: ProcessPool) -> None:
 
 def test_lanes_may_be_process_groups_as_on_nccl() -> None:
     """All workers take part in every layout: torch names a group by how many this process has made."""
-    with ProcessPool(4) as own:
+    with ProcessPool(4, preload=PRELOADED) as own:
         for layout in (Layout(pp=2, dp=2), Layout(pp=4)):
             sizes = [1, 2, 3, 4]
             outcomes = own.run(toy.train_on_groups, 4, "interleaved", 2, sizes, 3, layout=layout)

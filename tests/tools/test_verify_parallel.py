@@ -49,7 +49,7 @@ class FaultyProver(Prover):
 def tool(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script as a module, with the session's workers."""
 
-    def workers(_: int) -> AbstractContextManager[ProcessPool]:
+    def workers(_: int, preload: list[str]) -> AbstractContextManager[ProcessPool]:
         return nullcontext(pool)
 
     monkeypatch.setattr(report, "ProcessPool", workers)

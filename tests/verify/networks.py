@@ -11,6 +11,7 @@ from megalite.config.schema import LayoutConfig, LearningRateConfig, ModelConfig
 from megalite.config.schema_finetune import FinetuneConfig
 from megalite.config.schema_peft import PeftConfig
 from megalite.verify.configs import for_proof
+from megalite.verify.layouts import Variant
 from megalite.verify.small import for_matrix
 
 STEPS = 10
@@ -30,10 +31,13 @@ FINETUNING: dict[str, tuple[FinetuneConfig, PeftConfig]] = {
     ),
 }
 """What a run learns, and which added weights learn it."""
+EVERY = Variant(pp=4, chunks=2)
+"""A network for it fits every layout of up to TP 4 x PP 4 x VPP 2 x DP 2."""
 Case = TypeVar("Case")
 
 
 def network(
+    variant: Variant = EVERY,
     *,
     tied: bool = True,
     dropout: float = 0.0,
@@ -42,7 +46,8 @@ def network(
     finetuning: str | None = None,
     folder: Path | None = None,
 ) -> RunConfig:
-    """GPT-2's or Llama's kinds of layer with 131 ids, a prime: padded vocabularies are always exercised.
+    """GPT-2's or Llama's kinds of layer with 131 ids, a prime: padded vocabularies are always exercised. Layers and
+    batch are the least that shows `variant`.
 
     `finetuning`: one of FINETUNING, with its samples in `folder`; None: pretraining.
     """
@@ -66,7 +71,7 @@ def network(
         config.data.reset_position_ids = config.data.reset_attention_mask = config.data.eod_mask_loss = True
     if finetuning is not None:
         config.finetune, config.peft = FINETUNING[finetuning]
-    return for_matrix(for_proof(config, steps), folder)
+    return for_matrix(for_proof(config, steps), variant, folder)
 
 
 def covering(

@@ -65,7 +65,7 @@ def _check(pool: ProcessPool, truths: dict[str, Trace], folder: Path, case: Case
     variant, kind = case
     prover = Prover(pool, steps=steps, _truths=truths)
     llama = list(FINETUNING).index(kind) % 2 == 0
-    config = network(llama=llama, tied=not llama, finetuning=kind, folder=folder, steps=steps)
+    config = network(variant, llama=llama, tied=not llama, finetuning=kind, folder=folder, steps=steps)
     config.model.init_method_std = 0.1  # so that an adapter shows in the loss
     difference = prover.prove(variant.apply(config), variant.processes)
     assert difference.worst <= TOLERANCE, difference

@@ -42,8 +42,10 @@ def _values(case: Case) -> list[tuple[str, Hashable]]:
     variant, tied, dropout, _ = case
     return [
         ("tp", (variant.tp, variant.sequence_parallel)),
-        ("pp", (variant.pp, variant.chunks, variant.schedule)),
-        ("dp", (variant.dp, variant.sharding)),
+        ("pp", variant.pp),
+        ("schedule", variant.schedule),
+        ("dp", variant.dp),
+        ("sharding", variant.sharding),
         ("recompute", variant.recompute),
         ("tied", tied),
         ("dropout", dropout),
@@ -64,7 +66,7 @@ def truths() -> dict[str, Trace]:
 def _check(pool: ProcessPool, truths: dict[str, Trace], case: Case, steps: int) -> None:
     prover = Prover(pool, steps=steps, _truths=truths)
     variant, tied, dropout, llama = case
-    config = variant.apply(network(tied=tied, dropout=dropout, llama=llama))
+    config = variant.apply(network(variant, tied=tied, dropout=dropout, llama=llama))
     difference = prover.prove(config, variant.processes)
     assert difference.worst <= TOLERANCE, difference
     if variant.tp == variant.dp == 1 and not tied:
