@@ -1,6 +1,6 @@
 #!/bin/sh
 # 从 Debian 的 fortunes-zh 包（唐诗、宋词、论语、谚语）到一个会写中文的小 GPT：取文本、训练分词器、预处理、训练、生成。
-# A small GPT of Chinese poems and sayings, from the text of a Debian package to a sample. See README.md beside this file.
+# Trains a small GPT on Chinese poems and sayings from a Debian package, and prints a sample. See README.md in this folder.
 #
 #   sh examples/chinese/run.sh [FOLDER]       FOLDER: for text, tokenizer, data and checkpoint (default: runs/chinese)
 #
@@ -18,7 +18,7 @@ if [ -z "${SOURCE:-}" ]; then
     SOURCE="$folder/package/usr/share/games/fortunes"
     if [ ! -f "$SOURCE/tang300" ]; then
         if ! command -v apt-get >/dev/null || ! command -v dpkg-deb >/dev/null; then
-            echo "apt-get and dpkg-deb aren't here: unpack Debian's fortunes-zh elsewhere and set SOURCE=DIR" >&2
+            echo "apt-get or dpkg-deb is missing: unpack Debian's fortunes-zh package and set SOURCE=DIR, see README.md" >&2
             exit 1
         fi
         (cd "$folder" && apt-get download fortunes-zh)
@@ -42,7 +42,7 @@ done
     --save "$folder/checkpoint" --load "$folder/checkpoint" --save-interval 100 --metrics-file "$folder/metrics.jsonl" \
     --exit-signal-handler
 
-echo "for comparison, a model that counts pairs of tokens, on the same held-out text:"
+echo "for comparison, a bigram model (it counts pairs of tokens) on the same held-out text:"
 "$python" -m megalite.data.bigram --train "$folder/train_text_document" --valid "$folder/valid_text_document" \
     --vocab-size 6144
 
