@@ -157,7 +157,7 @@ def test_a_refused_flag_with_megatrons_default_is_harmless() -> None:
         default = BY_NAME[flag.names[0]].default
         if flag.answer != IGNORED and default:
             (note,) = notes_of(flag.names[0], default)
-            assert note == f"{flag.names[0]} {default} is ignored: this value asks for nothing special"
+            assert note == f"{flag.names[0]} {default} is ignored: this value changes nothing"
 
 
 def test_numbers_are_harmless_in_any_spelling() -> None:
