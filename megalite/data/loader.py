@@ -114,9 +114,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
-            raise UserError(
-                f"{error}; a worker that is killed often means too little memory: try --num-workers 0"
-            ) from error
+            raise UserError(f"{error}; a killed worker often means too little memory: try --num-workers 0") from error
         if isinstance(batch, _Failure):
             raise batch.error()
         microbatch = Microbatch.from_arrays(batch)

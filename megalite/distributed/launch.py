@@ -92,12 +92,12 @@ def choose_device(name: str, environment: Environment) -> torch.device:
         raise FlagError(
             f"--device {name}: LOCAL_RANK isn't set, so each of the {environment.world_size} processes would take GPU "
             "0. Start with torchrun, or set it in each process; under Slurm: export LOCAL_RANK=$SLURM_LOCALID "
-            "(export LOCAL_RANK=0 where a process sees its own GPU alone)"
+            "(export LOCAL_RANK=0 if each process sees only its own GPU)"
         )
     if environment.local_rank >= available:
         raise FlagError(
-            f"--device {name}: LOCAL_RANK={environment.local_rank} is beyond the {available} GPUs that this process "
-            "sees: export LOCAL_RANK=0 where a process sees its own GPU alone"
+            f"--device {name}: LOCAL_RANK={environment.local_rank} must be below {available}, the number of GPUs "
+            "that this process sees: export LOCAL_RANK=0 if each process sees only its own GPU"
         )
     return torch.device("cuda", environment.local_rank)
 

@@ -36,7 +36,7 @@ class Dialogue:
         check_characters(["".join(segment.text for segment in segments)], most)
         ids = self.chat.ids(segments)
         if not ids:
-            raise UserError(f"the chat template {self.chat.template.name} makes no text of it")
+            raise UserError(f"the chat template {self.chat.template.name} writes no text for this conversation")
         return ids
 
 

@@ -26,8 +26,8 @@ def check(config: RunConfig, vocab_size: int, backend: AttentionBackend, device_
                 problems.append(f"{flag} {folder}: {error}")
         if (Path(folder) / "config.json").exists():
             problems.append(
-                f"{flag} {folder} is a model's folder, which would load with the adapter on from then on: name a "
-                "folder of its own"
+                f"{flag} {folder} is a model's folder, and transformers would then always load the model with the "
+                "adapter: give another folder"
             )
     if peft.load_adapter is not None:
         classes = len(config.finetune.class_names or ()) if config.finetune.task == "classification" else None

@@ -176,16 +176,16 @@ class Trainer:
         told = f"iteration {number}: loss {loss}, gradient norm {result.grad_norm}"
         if training.nan_action == "stop":
             raise NonFiniteError(
-                f"{told}; the last good state is the newest checkpoint. Lower --lr, or go on past such steps with "
+                f"{told}; the last good state is the newest checkpoint. Lower --lr, or skip such steps with "
                 "--nan-action skip"
             )
         skips = self.state.skipped_in_a_row + 1
         if skips >= training.max_skips_in_a_row:
             scale = f", with the loss scale at {self.scaler.scale}" if self.config.precision.fp16 else ""
             raise NonFiniteError(
-                f"{told}{scale}. All steps since iteration {number - skips + 1} had to be skipped, as many as "
-                f"--max-skips-in-a-row {training.max_skips_in_a_row} allows: the run doesn't recover. Start from a "
-                "checkpoint of an earlier iteration (--ckpt-step), with a lower --lr"
+                f"{told}{scale}. All steps since iteration {number - skips + 1} had to be skipped, which reaches "
+                f"--max-skips-in-a-row {training.max_skips_in_a_row}: the run doesn't recover. Restart from an "
+                "earlier checkpoint (--ckpt-step) with a lower --lr"
             )
 
     def _elapsed(self) -> float:

@@ -336,15 +336,15 @@ BAD = [
     ({"prompt": "a", "completion": "b", "messages": CONVERSATION}, "messages and also prompt and completion"),
     ({"conversations": []}, "conversations must be a list of objects with from and value"),
     ({"conversations": [{"from": "bob", "value": "x"}]}, 'a turn from "bob"; known are human'),
-    ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history isn't read"),
-    ({"messages": CONVERSATION, "system": "x"}, "key system and also a first message"),
+    ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "the key history is not supported"),
+    ({"messages": CONVERSATION, "system": "x"}, "both the key system and a first message"),
     ({"messages": with_keys(loss_mask=0)}, 'message 3 has the key "loss_mask".*"weight": 0 or "train": false'),
-    ({"messages": with_keys(reasoning_content="x")}, 'message 3 has the key "reasoning_content", which nothing reads'),
-    ({"messages": with_keys(tool_calls=[{"name": "f"}])}, 'message 3 has the key "tool_calls", which nothing reads'),
+    ({"messages": with_keys(reasoning_content="x")}, 'message 3 has the key "reasoning_content", which is not'),
+    ({"messages": with_keys(tool_calls=[{"name": "f"}])}, 'message 3 has the key "tool_calls", which is not supported'),
     ({"messages": CONVERSATION, "tools": [{"name": "f"}]}, "it has tools, and the chat template .* no place for them"),
-    ({"messages": CONVERSATION, "weight": 0}, "the key weight isn't read here.*in its message"),
-    ({"prompt": "a", "completion": "b", "train": False}, "the key train isn't read here"),
-    ({"messages": CONVERSATION, "chat_template_kwargs": {"a": 1}}, "the key chat_template_kwargs isn't read here"),
+    ({"messages": CONVERSATION, "weight": 0}, "the key weight is not supported.*in its message"),
+    ({"prompt": "a", "completion": "b", "train": False}, "the key train is not supported"),
+    ({"messages": CONVERSATION, "chat_template_kwargs": {"a": 1}}, "the key chat_template_kwargs is not supported"),
     ({"prompt": "a", "completion": "b", "system": "c"}, "it has system beside prompt and completion"),
     (
         {"messages": [*MESSAGES[:1], {"role": "assistant", "content": ""}], "system": "x"},
@@ -373,7 +373,7 @@ def test_tools_are_a_list_or_one_as_json_and_none_where_that_is_empty(tmp_path: 
 def test_a_conversation_that_the_template_can_not_begin_with_is_told(tmp_path: Path) -> None:
     folder = chat_tokenizer(tmp_path / "reasoning", "{{ messages[0].content }}")
     file = write_lines(tmp_path / "a.jsonl", [{"messages": [MESSAGES[1], *MESSAGES]}])
-    with pytest.raises(UserError, match=r"a\.jsonl:1: it begins with an answer.*begin with a message of the system or"):
+    with pytest.raises(UserError, match=r"a\.jsonl:1: it begins with an answer.*begin with a system or user"):
         SftReader(options(), HuggingFaceTokenizer(str(folder)), str(folder)).read([file], "--sft-data")
 
 

@@ -308,10 +308,10 @@ def test_a_wrong_form_of_a_token_is_an_error(hf_folder: Path, tmp_path: Path) ->
     for content, message in (
         (
             '{"added_tokens_decoder": {"x": {}}}',
-            "names a token in a wrong form",
+            "defines a token in a wrong way",
         ),
-        ('{"added_tokens_decoder": [5]}', "names a token in a wrong form"),
-        ('{"eos_token": {}}', "names a token in a wrong form"),
+        ('{"added_tokens_decoder": [5]}', "defines a token in a wrong way"),
+        ('{"eos_token": {}}', "defines a token in a wrong way"),
         ("[1]", "tokenizer_config.json: not a JSON object"),
         ("{", "tokenizer_config.json: broken JSON"),
     ):

@@ -115,7 +115,7 @@ class Fields:
         was asked before, so all are left unused.
         """
         if "auto_map" in self.values:
-            raise CheckpointError(f"{self.where}: auto_map: the model brings code of its own, which is not run here")
+            raise CheckpointError(f"{self.where}: auto_map: the model needs its own code, which megalite never runs")
         left = {name: value for name, value in self.values.items() if name not in IRRELEVANT}
         left = {name: value for name, value in left.items() if value not in NEUTRAL.get(name, ())}
         unknown = {name: value for name, value in left.items() if not _has_no_effect(name, value)}
@@ -126,17 +126,17 @@ class Fields:
     def _refuse_unknown(self, unknown: Mapping[str, Any], ignored: Collection[str]) -> None:
         for name in ignored:
             if name not in unknown or _is_known(name):
-                why = "decides what the network computes" if name in unknown else "is no field that isn't understood"
-                raise CheckpointError(f"--ignore-config-field {name}: in {self.where} it {why}")
+                why = "changes what the network computes" if name in unknown else "isn't an unknown field; leave it out"
+                raise CheckpointError(f"--ignore-config-field {name}: in {self.where} this field {why}")
         refused = {name: value for name, value in unknown.items() if name not in ignored}
         if not refused:
             return
-        advice = "The network may depend on them"
+        advice = "They may change what the network computes"
         free = sorted(name for name in refused if not _is_known(name))
         if free and not self.nested:
             flags = " ".join(f"--ignore-config-field {name}" for name in free)
-            advice += f"; if you know that it doesn't, add {flags}"
-        raise CheckpointError(f"{self.where} has fields that are not understood: {_listed(refused)}. {advice}")
+            advice += f"; if you know that they don't, add {flags}"
+        raise CheckpointError(f"{self.where} has unknown fields: {_listed(refused)}. {advice}")
 
 
 def _has_no_effect(name: str, value: Any) -> bool:

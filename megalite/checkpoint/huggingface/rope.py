@@ -117,7 +117,7 @@ def _merged(fields: Fields) -> Fields:
             if value is None:
                 continue
             if isinstance(value, dict):
-                merged.refuse(name, value, "rotary parameters that differ between layers")
+                merged.refuse(name, value, "rotary parameters must be the same in all layers")
             if merged.values.setdefault(name, value) != value:
                 merged.refuse(name, merged.values[name], f"the file also says {value!r}")
     return merged

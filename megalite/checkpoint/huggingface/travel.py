@@ -229,9 +229,9 @@ def values_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         values = json.loads(files.get(name, b"{}").decode("utf-8-sig"))
     except ValueError as error:
-        raise UserError(f"{name} beside the tokenizer or the model is broken JSON: {first_line(error)}") from None
+        raise UserError(f"{name} in the folder of the tokenizer or model is broken JSON: {first_line(error)}") from None
     if not isinstance(values, dict):
-        raise UserError(f"{name} beside the tokenizer or the model holds no JSON object")
+        raise UserError(f"{name} in the folder of the tokenizer or model must hold a JSON object")
     return values
 
 
