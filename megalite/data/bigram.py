@@ -67,7 +67,7 @@ def _blocks(dataset: IndexedDataset) -> Iterator[np.ndarray]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the loss. Returns the exit status."""
+    """Print the loss; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megalite.data.bigram", description=bigram_loss.__doc__)
     parser.add_argument("--train", required=True, metavar="PREFIX", help="prefix of the training token files")
     parser.add_argument("--valid", required=True, metavar="PREFIX", help="prefix of the validation token files")
