@@ -27,9 +27,7 @@ def parser() -> FlagParser:
     add("--load-hf", metavar="DIR", help="Hugging Face folder, or OWNER/NAME of a model on a hub, instead of --load")
     add_folder_flags(add)
     add("--adapter", metavar="DIR", help="folder of an adapter in PEFT's format to add to the model (default: none)")
-    add = flags.add_argument_group(
-        "prompts", "each flag may be given several times; prompts are independent"
-    ).add_argument
+    add = flags.add_argument_group("prompts", "independent of each other; may be given several times").add_argument
     text = "a prompt; if it begins with @ or -, write --prompt=@TEXT"
     add("--prompt", dest="prompts", action="append", metavar="TEXT", help=text)
     file = "file that holds one prompt; a line break at its end is removed"
@@ -46,7 +44,7 @@ def parser() -> FlagParser:
     add_generation_flags(flags)
     group = flags.add_argument_group("output")
     group.add_argument(
-        "--json", action="store_true", help="print one JSON object per prompt: prompt, text, tokens (default: off)"
+        "--json", action="store_true", help="one JSON line per prompt: prompt, text, tokens (default: off)"
     )
     add_section(flags, "tokenizer")
     add_section(flags, "precision", only=("bf16", "fp16", "fp64"))

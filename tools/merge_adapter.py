@@ -17,9 +17,7 @@ from megalite.config.flags import FlagParser, parse_namespace
 
 
 def parser() -> FlagParser:
-    flags = FlagParser(
-        "merge_adapter.py", "Merge a LoRA adapter into a model's weights; the result is the Hugging Face folder --hf."
-    )
+    flags = FlagParser("merge_adapter.py", "Merge a LoRA adapter into a model: writes the Hugging Face folder --hf.")
     model = "Hugging Face folder of the model, or OWNER/NAME of one on a hub (or --load)"
     flags.add_argument("--load-hf", metavar="DIR", help=model)
     add_folder_flags(flags.add_argument)

@@ -20,10 +20,7 @@ from megalite.pipeline.timeline import Timeline, median_costs, read_steps
 
 
 def parser() -> FlagParser:
-    flags = FlagParser(
-        "plot_schedule.py",
-        "Draw the timeline of a pipeline schedule, simulated or measured: what each rank computes when.",
-    )
+    flags = FlagParser("plot_schedule.py", "Draw the timeline of a pipeline schedule, simulated or measured.")
     flags.add_argument("--out", required=True, metavar="FILE", help="picture to write; its name ends in .png or .svg")
     add = flags.add_argument_group("simulated").add_argument
     add("--schedule", choices=SCHEDULES, metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")

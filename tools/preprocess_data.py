@@ -24,9 +24,7 @@ def parser() -> FlagParser:
     )
     group = flags.add_argument_group("output")
     group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="start of the output files' names")
-    group.add_argument(
-        "--append-eod", action="store_true", help="end each document with the end-of-document id (default: off)"
-    )
+    group.add_argument("--append-eod", action="store_true", help="end each document with the EOD id (default: off)")
     group.add_argument(
         "--prepend-bos",
         action="store_true",

@@ -14,9 +14,7 @@ from megalite.config.flags import FlagParser, parse_namespace
 
 
 def parser() -> FlagParser:
-    flags = FlagParser(
-        "train_tokenizer.py", "Train a SentencePiece tokenizer, PREFIX.model. Decoding gives back every text exactly."
-    )
+    flags = FlagParser("train_tokenizer.py", "Train a lossless SentencePiece tokenizer: PREFIX.model.")
     group = add_input_flags(flags)
     group.add_argument(
         "--max-bytes",
@@ -27,11 +25,7 @@ def parser() -> FlagParser:
     )
     group = flags.add_argument_group("model")
     group.add_argument(
-        "--vocab-size",
-        type=int,
-        required=True,
-        metavar="N",
-        help="number of ids, including 256 bytes and 3 special ids",
+        "--vocab-size", type=int, required=True, metavar="N", help="number of ids, with 256 bytes and 3 special ids"
     )
     group.add_argument(
         "--model-type",

@@ -84,9 +84,7 @@ def save_checkpoint(
 
 def _see(folder: Path) -> None:
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder} can't be seen from this machine: --save must name a folder that all machines share"
-        )
+        raise CheckpointError(f"{folder} isn't visible here: --save must name a folder that all machines share")
 
 
 @torch.no_grad()
@@ -140,9 +138,7 @@ def _listed(items: Iterable[str]) -> str:
 def _refuse_misfits(path: Path, plan: ReadPlan) -> None:
     """Raise where the checkpoint can't fill what this rank wants, with the flags that are probably wrong."""
     if plan.shapes:
-        lines = (
-            f"{key}: {stored} in the checkpoint, {here} in this run" for key, (stored, here) in plan.shapes.items()
-        )
+        lines = (f"{key}: {stored} in the checkpoint, {here} in the run" for key, (stored, here) in plan.shapes.items())
         sizes = {a for stored, here in plan.shapes.values() for a in set(stored) - set(here)}
         raise CheckpointError(f"{path} holds tensors of other shapes:{_listed(lines)}{_hint(path, sizes)}")
     if plan.missing:

@@ -273,11 +273,7 @@ def _newest(root: Path, found: dict[int, Path]) -> CheckpointDirectory:
         folder = found.get(tracked, root / directory_name(tracked))
         broken = problem(folder)
         if broken is None:
-            note = (
-                ""
-                if folder.suffix != ".old"
-                else f"a save that replaced iteration {tracked} was interrupted: loading the older copy, {folder}"
-            )
+            note = "" if folder.suffix != ".old" else f"a save was interrupted: loading the older copy, {folder}"
             return CheckpointDirectory(tracked, folder, note)
         wrong = f"{path} names iteration {tracked}, which isn't complete: {broken}"
     for iteration, folder in sorted(found.items(), reverse=True):

@@ -74,7 +74,7 @@ def valid_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def lora_parts(model: ModelConfig, names: list[str]) -> list[str]:
-    """The parts that sound target names mean, each once, in the order of the network."""
+    """The parts that valid target names mean, each once, in the order of the network."""
     if ALL_LINEAR in names:  # what Hugging Face's model has as one layer gets one pair of matrices
         names = ["c_attn", "c_proj", "c_fc"]
         if model.swiglu:

@@ -1,4 +1,4 @@
-"""What the command-line tools share: flags of those that read a corpus, and how a tool ends.
+"""What the command-line tools share: the flags to read a corpus, and exit status and error message.
 
 The key idea: a mistake is one line on stderr, and the exit status says what kind it was.
 """

@@ -141,9 +141,7 @@ def _take_classes(config: RunConfig, classes: tuple[str, ...]) -> list[str]:
     finetune, theirs = config.finetune, list(classes)
     source = f"--load-hf {finetune.load_hf}"
     if finetune.task != "classification":
-        return [
-            f"{source} is a classifier ({', '.join(classes)}): give --task classification, the only task it supports"
-        ]
+        return [f"{source} is a classifier ({', '.join(classes)}): give --task classification"]
     if theirs == unnamed_classes(len(theirs)):
         return []
     if finetune.class_names not in (None, theirs):

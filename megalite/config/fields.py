@@ -35,7 +35,7 @@ class Field:
 
     @property
     def path(self) -> str:
-        """`section.name`, the name of this field everywhere in this room."""
+        """`section.name`, the name of this field everywhere in `config/`."""
         return f"{self.section}.{self.name}"
 
     @property

@@ -206,7 +206,7 @@ def _help(field: Field) -> str:
 def parse_namespace(parser: FlagParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """What was given, and one line for each flag of Megatron-LM that is ignored.
 
-    A FlagError names all that is unknown, with the nearest known flag, or refused, and says what to take out.
+    A FlagError names every unknown flag, with the nearest known one, and every refused flag, and says what to remove.
     """
     namespace, unknown = parser.parse_known_args(expand_argument_files(argv))
     problems, notes, refused = [*_unknown(parser, unknown)], [], []

@@ -254,8 +254,7 @@ class TokenizerConfig:
     vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer")
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
     vocab_size: int | None = flag(
-        None,
-        "number of ids of NullTokenizer, without its end of document; other tokenizers must have exactly this many",
+        None, "number of ids of NullTokenizer, without its end of document; other tokenizers must have this many ids"
     )
     parse_special_tokens: bool = flag(
         False,
@@ -274,9 +273,7 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = flag(None, "keep only checkpoints at multiples of this, and the newest")
     keep_last_checkpoints: int | None = flag(None, "keep only this many newest checkpoints")
-    load: str | None = flag(
-        None, "folder to resume from; without a checkpoint in it, training starts from the beginning"
-    )
+    load: str | None = flag(None, "folder to resume from; if it has no checkpoint, training starts from the beginning")
     ckpt_step: int | None = flag(None, "iteration to load instead of the newest")
     finetune: bool = flag(False, "load only the weights and start at iteration 0")
     pretrained_checkpoint: str | None = flag(None, "folder to load weights from if --load has no checkpoint")
@@ -319,9 +316,7 @@ class LoggingConfig:
     profile_step_start: int = flag(10, "first profiled step")
     profile_step_end: int = flag(12, "step at which profiling ends (not included)")
     metrics_file: str | None = flag(None, "file for one JSON object per step, at full precision")
-    timeline: str | None = flag(
-        None, "folder for one file per rank: each pipeline action with its times, as a JSON line"
-    )
+    timeline: str | None = flag(None, "folder for one file per rank: a JSON line per pipeline action, with its times")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The sections of a run's description that finetune.py alone has."""
+"""The configuration of fine-tuning, which only finetune.py has."""
 
 # ruff: noqa: RUF009 (flag() makes a dataclass field, so a list in it is not shared)
 
@@ -12,7 +12,7 @@ HUBS = ("huggingface", "modelscope")
 
 
 def unnamed_classes(count: int) -> list[str]:
-    """What transformers calls classes that nobody named."""
+    """The default names that transformers gives to classes."""
     return [f"LABEL_{number}" for number in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""The section of a run's description that says what the network is."""
+"""The configuration of the network."""
 
 # ruff: noqa: RUF009 (flag() makes a dataclass field, so a list in it is not shared)
 

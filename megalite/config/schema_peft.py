@@ -1,4 +1,4 @@
-"""The section of a run's description that says which added weights are trained beside frozen ones."""
+"""The configuration of adapters: added weights that are trained while the model is frozen."""
 
 # ruff: noqa: RUF009 (flag() makes a dataclass field, so a list in it is not shared)
 

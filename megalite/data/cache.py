@@ -1,8 +1,8 @@
 """Arrays that are computed once and then mapped from disk by every process that needs them.
 
-The key idea: a file's name is a hash of all that its content depends on, so a file is either absent or right. Nobody
-waits for anybody: a process that finds no file builds the arrays itself and offers them under a temporary name that
-becomes the real one only where no other process was first. Existing files are never touched.
+The key idea: a file's name is a hash of all that its content depends on, so a file is either absent or right. No
+process waits for another: one that finds no file builds the arrays itself and writes them under a temporary name that
+becomes the real one only if no other process was first. Existing files are never touched.
 """
 
 from __future__ import annotations

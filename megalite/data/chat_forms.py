@@ -1,4 +1,4 @@
-"""The forms in which files hold conversations and answers, as one: messages of role and content.
+"""Converts the formats in which files hold conversations and answers to one: messages with role and content.
 
 The key idea: every key of a message is read, means nothing because it is null or empty, or is refused. A key that was
 ignored would train something else than its writer meant.
@@ -31,7 +31,7 @@ FORMS = {
 PAIR = "prompt and completion"
 # Names and numbers of calls say which message answers which: a template may do without.
 _KEYS = ("role", "content", "name", "tool_call_id", "weight", "train")
-_OF_MESSAGES = ("weight", "train", "loss_mask", "chat_template_kwargs")  # would change much and mean nothing on a line
+_OF_MESSAGES = ("weight", "train", "loss_mask", "chat_template_kwargs")  # belong to a message, not to a line
 _OUT_OF_LOSS = 'to keep an answer out of the loss, put "weight": 0 or "train": false in its message'
 _SENDERS = {
     "human": "user",

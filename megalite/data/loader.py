@@ -1,6 +1,6 @@
 """Microbatches in the order of `sampler`, read ahead by worker processes.
 
-The key idea: workers are hands without a will. Which samples come next is decided in the training process; a worker
+The key idea: workers decide nothing. Which samples come next is decided in the training process; a worker
 reads the ones named in a request and sends arrays back. It draws no random number, and the loader's own come from a
 private generator, so the training process's random state never depends on whether there is a loader.
 """

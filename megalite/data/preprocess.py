@@ -158,9 +158,7 @@ def _begin(tokenizer: Tokenizer) -> tuple[int, ...]:
     """What `--prepend-bos` asks for."""
     before, _ = tokenizer.template()
     if not before and tokenizer.bos is None:
-        raise FlagError(
-            "--prepend-bos: this tokenizer has no begin-of-text id (its files name none); leave the flag out"
-        )
+        raise FlagError("--prepend-bos: this tokenizer has no begin-of-text id; leave the flag out")
     return tuple(before or [tokenizer.bos])  # type: ignore[list-item]
 
 

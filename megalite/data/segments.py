@@ -96,9 +96,7 @@ class TextEncoder:
         A FlagError where the template alone is as long."""
         after = len(self._closing)
         if len(self.prefix) + after >= length:
-            raise FlagError(
-                f"--seq-length {length} is too short: the tokenizer's special tokens leave no room for text"
-            )
+            raise FlagError(f"--seq-length {length} is too short: the template's special tokens leave no room")
         return [*ids[: length - after], *ids[len(ids) - after :]]
 
     def encode(self, segments: Sequence[Segment]) -> list[EncodedPiece]:

@@ -256,9 +256,7 @@ def _parse_json_line(number: int, line: bytes, keys: Sequence[str]) -> Document 
                 text.encode("utf-8")
             except UnicodeEncodeError as error:
                 half = f"\\u{ord(text[error.start]):04x}"
-                return Problem(
-                    number, f"the value of {key!r} holds {half}, half of a surrogate pair, which is not valid text"
-                )
+                return Problem(number, f"the value of {key!r} holds {half}, half of a surrogate pair: not valid text")
         texts.append(text)
     return Document(number, tuple(texts))
 

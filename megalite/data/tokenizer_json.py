@@ -184,9 +184,7 @@ class TokensBeside:
             self.named = list(map(_form, _named(self.settings)))
             self.declared = self._older(folder) if old else self._declared()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{folder}: {CONFIG} or a file beside it defines a token in a wrong way ({error})"
-            ) from None
+            raise UserError(f"{folder}: {CONFIG} or a file beside it has a wrong token ({error})") from None
 
     def _declared(self) -> dict[int, dict[str, Any]]:
         return {int(number): _form(value) for number, value in self.settings["added_tokens_decoder"].items()}

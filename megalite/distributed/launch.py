@@ -1,7 +1,7 @@
 """From a started process to a mesh, and from an exception to an exit code.
 
-Key idea: a run fails as one. Flags are judged before any process group exists; later the rank that failed first tells
-why, once, and exits without a clean-up that could hang; the others see the connection close, keep silent and go.
+Key idea: a run fails as a whole. Flags are checked before any process group exists. Later, the rank that failed first
+prints the reason and exits without a clean-up that could hang; the others see its connection close and exit silently.
 
 Exit codes of a worker: 0 done, 2 bad flags, 1 anything else.
 """

@@ -68,9 +68,7 @@ def check_unowned(file: Path, place: str, *, but_mine: bool = False, wait: bool 
         return None
     owner = _parse(text)
     if owner is None:
-        raise UserError(
-            f"{file} marks {place} as used by another run, but can't be read: if no run uses it, delete {file}"
-        )
+        raise UserError(f"{file} marks {place} as in use, but can't be read: if no run uses it, delete {file}")
     who = f"process {owner['pid']} on host {owner['host']}, since {owner['since']}"
     if owner["machine"] == _machine():
         alive = process_start(owner["pid"]) == owner["start"]

@@ -268,11 +268,7 @@ def _new_tokens(asked: int | None, default: int, prompts: list[list[int]], loade
     memory = f"the server's memory (--serve-memory) holds {room} tokens for all prompts and their answers"
     limits = [
         (context - longest, f"the model's context is {context} tokens and the prompt has {longest}", too_long),
-        (
-            min(turns, default=context),
-            "with a longer text the keys in the cache would have to be rotated again",
-            too_long,
-        ),
+        (min(turns, default=context), "a longer text would need other rotations of the cached keys", too_long),
         (room // len(prompts) - _cached(prompts, loaded), memory, "memory_exceeded"),
     ]
     most, reason, code = min(limits)

@@ -1,6 +1,6 @@
 """Conversations with a model: prompts by its chat template, answers that end with the turn.
 
-Key idea: the prompt is made anew from all messages at each turn, by the template alone, so that the model sees what it
+Key idea: at each turn the template alone writes the whole prompt from all messages, so that the model sees what it
 saw in training.
 """
 

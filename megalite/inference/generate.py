@@ -55,7 +55,7 @@ class PaddedBatch:
 
     def prefill(self, check: Callable[[], None] | None = None) -> Tensor:
         """Logits [b, vocabulary] after the prompts. `check`: called before each part, may raise to give up."""
-        # Where rotation depends on the length, a part must not be turned by its own.
+        # Where rotation depends on the length, a part must not be rotated by its own length.
         at_once = self.tokens.shape[1] if scales_by_length(self.model.config) else _PREFILL_TOKENS
         for part in self.tokens.split(at_once, dim=1):
             if check is not None:

@@ -1,4 +1,4 @@
-"""Which attention kernel runs, decided once and said aloud.
+"""Which attention kernel runs: decided once, and printed.
 
 Key idea: the choice is a function of configuration and device, so a request that can't be honoured is refused before
 any process group exists. `unfused` and `local` are plain matrix products whose dropout is a function of its place;

@@ -179,10 +179,7 @@ def check_adam_backend(config: RunConfig, device: str) -> list[str]:
             (optimizer.optimizer != "adam", f"can't be used with --optimizer {optimizer.optimizer}"),
             (device != "cuda", f"needs a GPU, but this run is on {device}"),
             (config.precision.fp64, "can't be used with --fp64: its kernels have no float64"),
-            (
-                optimizer.optimizer_cpu_offload,
-                "can't be used with --optimizer-cpu-offload: only torch updates state in host memory",
-            ),
+            (optimizer.optimizer_cpu_offload, "can't be used with --optimizer-cpu-offload; use --adam-backend torch"),
         )
         if holds
     ]

@@ -208,9 +208,7 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
             continue
         out, inputs = layer.rows.shape[0], linear_shapes(model)[layer.linear][-1]
         if (b.shape[0], a.shape[1]) != (out, inputs):
-            problems.append(
-                f"{module}: the adapter is for a layer [{b.shape[0]}, {a.shape[1]}], this model's is [{out}, {inputs}]"
-            )
+            problems.append(f"{module}: made for a layer [{b.shape[0]}, {a.shape[1]}], not [{out}, {inputs}]")
             continue
         part, rank = part_of(layer, model), a.shape[0]
         scale = Scale(rank, adapter.factor(module, rank))
@@ -254,9 +252,7 @@ def _check_head(adapter: Adapter, model: ModelConfig, classes: int | None) -> No
     if head is None:
         return
     if classes is None:
-        raise CheckpointError(
-            f"{where} is the adapter of a classifier (it has a head for labels), but this model writes text"
-        )
+        raise CheckpointError(f"{where} is of a classifier (it has a head for labels), but this model isn't one")
     if head.ndim != 2 or head.shape[1] != model.hidden_size or head.shape[0] != (classes or head.shape[0]):
         raise CheckpointError(
             f"{where}: its head is of shape {list(head.shape)}, this model's "

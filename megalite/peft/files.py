@@ -33,7 +33,7 @@ from megalite.config.schema_peft import PeftConfig
 from megalite.files.atomic import replacing_together, together
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-CLASSES_FILE = "class_names.json"  # labels as in a model's own config.json; PEFT passes it over
+CLASSES_FILE = "class_names.json"  # labels as in a model's own config.json; PEFT ignores this file
 # Without the last a folder is no adapter, for PEFT too.
 _WRITTEN = (*TOKENIZER_FILES, WEIGHTS_FILE, CLASSES_FILE, CONFIG_FILE)
 _PICKLED = "adapter_model.bin"
@@ -141,9 +141,7 @@ class Adapter:
         for name, pair in found.items():
             a, b = pair.get("A"), pair.get("B")
             if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-                raise CheckpointError(
-                    f"{self.where / WEIGHTS_FILE}: {name} must have matrices A and B of the same rank"
-                )
+                raise CheckpointError(f"{self.where / WEIGHTS_FILE}: {name} needs matrices A and B of the same rank")
             told = self._by_pattern("rank_pattern", name, "r")
             if a.shape[0] != told:
                 raise CheckpointError(
@@ -190,7 +188,7 @@ def read_adapter(directory: str | Path) -> Adapter:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise CheckpointError(
-                f"{path}: {name} is of {str(tensor.dtype).removeprefix('torch.')}, not a floating-point format"
+                f"{path}: {name} is of {str(tensor.dtype).removeprefix('torch.')}, not floating-point"
             )
         if not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{path}: {name} holds numbers that aren't finite")
@@ -248,9 +246,7 @@ def _check_names(config: Mapping[str, Any], path: Path) -> None:
 
 def _check_pattern(pattern: str, name: str, path: Path) -> None:
     if len(pattern) > _LONGEST:
-        raise CheckpointError(
-            f"{path}: {name} is a pattern of {len(pattern)} characters; at most {_LONGEST} are allowed"
-        )
+        raise CheckpointError(f"{path}: {name} is a pattern of {len(pattern)} characters; the limit is {_LONGEST}")
     try:
         regex.compile(pattern)
     except regex.error as error:

@@ -114,9 +114,7 @@ class _Merge:
             there = stored.get(name)
             shape = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
             if there is None or there.dtype is None or there.shape != shape:
-                raise CheckpointError(
-                    f"{self.source} has no weight {name} of shape {list(shape)} in a floating-point format"
-                )
+                raise CheckpointError(f"{self.source} has no floating-point weight {name} of shape {list(shape)}")
             changes[name] = _Change(a, b, self.added.factor(module, a.shape[0]), transposed)
         return changes
 

@@ -140,9 +140,7 @@ def _check_interleaved(stages: int, chunks: int, microbatches: int, group: int) 
     if chunks < 2:
         raise UserError("schedule interleaved needs at least 2 chunks per rank: use 1f1b")
     if group < stages:
-        raise UserError(
-            f"schedule interleaved: a group needs at least {stages} microbatches (one per stage), not {group}"
-        )
+        raise UserError(f"schedule interleaved: a group needs at least {stages} microbatches, not {group}")
     last = microbatches % group
     if 0 < last < stages:
         raise UserError(

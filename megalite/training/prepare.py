@@ -77,7 +77,7 @@ def prepare(
 
 
 def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[str] = ()) -> Prepared:
-    """The rooms' own checks of a resolved configuration. Mistakes are a FlagError."""
+    """The packages' own checks of a resolved configuration. Mistakes are a FlagError."""
     try:
         config.peft = settle(config.peft)
         device = choose_device(config.layout.device, environment)

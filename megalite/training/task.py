@@ -30,7 +30,7 @@ def has_short_samples(config: RunConfig) -> bool:
 
 
 def sft_options(config: RunConfig) -> SftOptions:
-    """The flags of a resolved configuration as the data room takes them."""
+    """The flags of a resolved configuration as `data/` takes them."""
     finetune = config.finetune
     assert config.data.seq_length is not None
     return SftOptions(

@@ -106,7 +106,7 @@ class Trainer:
             self.optimizer.begin_step(len(microbatches))
             key = random.fold(self.state.dropout_seed, "dropout")
             if self.mesh.device.type == "cuda":
-                # Kernels with a dropout stream of their own start it anew each step: resuming needs no generator state.
+                # Kernels with their own dropout generator are seeded at each step: resuming needs no generator state.
                 stream = random.fold(key, self.state.consumed_samples, self.mesh.rank)
                 torch.cuda.manual_seed(int(stream.item()) & (2**63 - 1))
             self.executor.begin(microbatches, scale=loss_scale / tokens, dropout_key=key)

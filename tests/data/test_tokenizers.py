@@ -308,10 +308,10 @@ def test_a_wrong_form_of_a_token_is_an_error(hf_folder: Path, tmp_path: Path) ->
     for content, message in (
         (
             '{"added_tokens_decoder": {"x": {}}}',
-            "defines a token in a wrong way",
+            "has a wrong token",
         ),
-        ('{"added_tokens_decoder": [5]}', "defines a token in a wrong way"),
-        ('{"eos_token": {}}', "defines a token in a wrong way"),
+        ('{"added_tokens_decoder": [5]}', "has a wrong token"),
+        ('{"eos_token": {}}', "has a wrong token"),
         ("[1]", "tokenizer_config.json: not a JSON object"),
         ("{", "tokenizer_config.json: broken JSON"),
     ):

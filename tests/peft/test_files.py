@@ -127,7 +127,7 @@ def test_matrices_are_those_that_the_configuration_means(base: Path, changes: di
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: {name: tensor.int() for name, tensor in t.items()}, "not a floating-point format"),
+        (lambda t: {name: tensor.int() for name, tensor in t.items()}, "not floating-point"),
         (lambda t: {name: tensor * torch.nan for name, tensor in t.items()}, "aren't finite"),
         (lambda t: {**t, "base_model.model.model.embed_tokens.weight": torch.zeros(3)}, "embed_tokens"),
         (lambda t: {**t, "base_model.model.score.weight": torch.zeros(3, 32)}, "is of a classifier"),
@@ -228,7 +228,7 @@ def test_a_pattern_that_would_never_end_is_refused(
     with pytest.raises(UserError, match=r"adapter_config\.json: matching its patterns takes too long; write module"):
         _load(base, folder)
     _edit(folder, **{next(iter(changes)): "a" * 1001 if "modules" in next(iter(changes)) else {"a" * 1001: 4}})
-    with pytest.raises(UserError, match="is a pattern of 1001 characters; at most 1000 are allowed"):
+    with pytest.raises(UserError, match="is a pattern of 1001 characters; the limit is 1000"):
         _load(base, folder)
 
 

@@ -1,4 +1,4 @@
-"""The fields of a `config.json`, read so that none is dropped without a word.
+"""Reads the fields of a `config.json`; none is silently ignored.
 
 Key idea: each field is taken by who knows what it means. What nobody took must be on the list of fields that don't
 matter to the network, or have the one value with which it doesn't. Anything else is refused by name, unless the user
@@ -21,7 +21,7 @@ _BOOKKEEPING = """
     output_scores pretraining_tp return_dict return_dict_in_generate tf_legacy_loss tie_last_hidden_states torch_dtype
     torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
-# Token ids belong to the tokenizer, labels to heads that a language model hasn't.
+# Token ids belong to the tokenizer, labels to heads that a language model doesn't have.
 _TOKENS_AND_TASKS = """
     _num_labels bos_token_id classifier_dropout decoder_start_token_id eos_token_id finetuning_task
     forced_bos_token_id forced_eos_token_id id2label label2id num_labels pad_token_id prefix problem_type

@@ -108,20 +108,14 @@ class TensorFiles:
         path = self.directory / INDEX_FILE
         if not path.exists():
             pickled = next(self.directory.glob("pytorch_model*.bin"), None)
-            why = (
-                f"; {pickled.name} is a pickle, which megalite never reads: save the model as safetensors"
-                if pickled
-                else ""
-            )
+            why = f"; {pickled.name} is a pickle, which is never read: save it as safetensors" if pickled else ""
             raise CheckpointError(f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}{why}")
         files = read_json(path).get("weight_map")
         if not isinstance(files, dict) or not files:
             raise CheckpointError(f"{path} has no weight_map")
         for name, file in files.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise CheckpointError(
-                    f"{path}: {name} is in {file!r}, which is not the name of a file in the same folder"
-                )
+                raise CheckpointError(f"{path}: {name} is in {file!r}, which is not a file in this folder")
         return files
 
     def _open_file(self, file: str) -> None:

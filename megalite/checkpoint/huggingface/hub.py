@@ -14,10 +14,7 @@ from megalite.config.errors import UserError
 from megalite.data.tokenizer_base import first_line
 
 _LIBRARIES = {"huggingface": "huggingface_hub", "modelscope": "modelscope"}
-_MIRRORS = {
-    "huggingface": "set HF_ENDPOINT to use a mirror, or try --hub modelscope",
-    "modelscope": "try --hub huggingface",
-}
+_MIRRORS = {"huggingface": "HF_ENDPOINT sets a mirror, or try --hub modelscope", "modelscope": "try --hub huggingface"}
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 _OTHER_FORMS = ["consolidated*", "original/*", "onnx/*", "openvino/*", "metal/*"]  # of the same weights

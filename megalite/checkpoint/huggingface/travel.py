@@ -264,7 +264,7 @@ def shares_ids(folder: Path, tokenizer: TokenizerConfig) -> bool:
 
 
 def _tokenizer_files(tokenizer: TokenizerConfig) -> dict[str, bytes]:
-    """A tokenizer's own files, with what lies beside them, by the names that Hugging Face gives them; empty where it
+    """A tokenizer's own files, with what lies beside them, under Hugging Face's file names; empty where it
     has no such form, or they are gone."""
     files = {}
     for field, name in _FIELDS.get(tokenizer.tokenizer_type or "", {}).items():

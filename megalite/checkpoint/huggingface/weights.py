@@ -75,9 +75,7 @@ class LogicalWeights:
         first = next(iter(found))
         if len(found) > 1 or first is None:
             names = ", ".join(one.name for one in parts)
-            raise CheckpointError(
-                f"{self.where}: {names} must have the same number format, since megalite keeps them as one parameter"
-            )
+            raise CheckpointError(f"{self.where}: {names} must have the same format, since they are one parameter")
         return first
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
@@ -132,9 +130,7 @@ class LogicalWeights:
 def refuse_unused(where: str, names: Sequence[str]) -> None:
     """Raise a `CheckpointError` that lists tensors which the network has no place for."""
     if names:
-        raise CheckpointError(
-            f"{where} holds tensors that the network in its config.json doesn't have:{_listed(names)}"
-        )
+        raise CheckpointError(f"{where} holds tensors that config.json's network doesn't have:{_listed(names)}")
 
 
 def _listed(items: Sequence[str]) -> str:

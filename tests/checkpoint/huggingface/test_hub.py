@@ -56,7 +56,7 @@ def test_what_cannot_be_had_is_told_with_what_would_work(monkeypatch: pytest.Mon
         local_folder("owner/model", "modelscope")
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=fail))
     with pytest.raises(
-        UserError, match="be downloaded from huggingface: no route to the hub .set HF_ENDPOINT to use a"
+        UserError, match="be downloaded from huggingface: no route to the hub .HF_ENDPOINT sets a mirror"
     ):
         local_folder("owner/model", "huggingface")
 
