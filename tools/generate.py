@@ -44,7 +44,7 @@ def parser() -> FlagParser:
     add_generation_flags(flags)
     group = flags.add_argument_group("output")
     group.add_argument(
-        "--json", action="store_true", help="one JSON line per prompt: prompt, text, tokens (default: off)"
+        "--json", action="store_true", help="a JSON line per prompt: prompt, text, tokens (default: off)"
     )
     add_section(flags, "tokenizer")
     add_section(flags, "precision", only=("bf16", "fp16", "fp64"))

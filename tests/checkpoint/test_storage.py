@@ -115,7 +115,7 @@ def test_an_incomplete_checkpoint_that_was_asked_for_is_refused_with_the_others_
 def test_a_run_without_any_complete_checkpoint_is_refused_rather_than_started_afresh(root: Path) -> None:
     damage(root, "truncated shard")
     shutil.rmtree(root / "iter_0000010")
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint: .*\.distcp is truncated: \d+ bytes of"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint: .*\.distcp is truncated"):
         find_checkpoint(root)
 
 

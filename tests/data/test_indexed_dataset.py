@@ -183,7 +183,7 @@ def _damage(path: Path, change: str) -> None:
         (".bin", "missing", "no file"),
         (".idx", "missing", "interrupted"),
         (".bin", "truncated", "truncated"),
-        (".bin", "longer", "another run"),
+        (".bin", "longer", "the same run"),
         (".bin", "empty", "truncated"),
         (".idx", "truncated", "truncated or damaged"),
         (".idx", "header", "truncated"),

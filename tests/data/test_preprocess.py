@@ -120,7 +120,7 @@ BAD_LINES = {
     "a number": b'{"text": 5}',
     "surrogate": b'{"text": "\\ud800"}',
     "not UTF-8": b'{"text": "\xff"}',
-    "is none": b'{"text": "1 two"}',
+    "is not an id": b'{"text": "1 two"}',
     "0 to 1000": b'{"text": "1001"}',
 }
 

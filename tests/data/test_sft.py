@@ -296,7 +296,7 @@ def test_a_sample_whose_answers_exceed_a_row_is_an_error_unless_asked_otherwise(
     tmp_path: Path, policy: str, kept: int
 ) -> None:
     file = counting(tmp_path / "a.jsonl", [(2, 8), (2, 9)])
-    with pytest.raises(UserError, match=r"a\.jsonl:2: the sample has 12 tokens, 10 of them in answers, .* holds 11"):
+    with pytest.raises(UserError, match=r"a\.jsonl:2: the sample has 12 tokens, 10 of them in answers, .* allows 11"):
         build_sft_datasets(options(file, seq_length=10), NULL, None, (1, 0, 0))
     data = build_sft_datasets(options(file, seq_length=10, long_answers=policy), NULL, None, (1, 0, 0))
     assert len(rows_of(data.train)) == kept
@@ -341,7 +341,7 @@ BAD = [
     ({"messages": with_keys(loss_mask=0)}, 'message 3 has the key "loss_mask".*"weight": 0 or "train": false'),
     ({"messages": with_keys(reasoning_content="x")}, 'message 3 has the key "reasoning_content", which is not'),
     ({"messages": with_keys(tool_calls=[{"name": "f"}])}, 'message 3 has the key "tool_calls", which is not supported'),
-    ({"messages": CONVERSATION, "tools": [{"name": "f"}]}, "it has tools, and the chat template .* no place for them"),
+    ({"messages": CONVERSATION, "tools": [{"name": "f"}]}, "it has tools, and the chat template .* doesn't use them"),
     ({"messages": CONVERSATION, "weight": 0}, "the key weight is not supported.*in its message"),
     ({"prompt": "a", "completion": "b", "train": False}, "the key train is not supported"),
     ({"messages": CONVERSATION, "chat_template_kwargs": {"a": 1}}, "the key chat_template_kwargs is not supported"),

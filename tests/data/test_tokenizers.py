@@ -287,7 +287,12 @@ def test_null_tokenizer_reads_ids_and_has_one_more_for_eod() -> None:
     assert (tokenizer.vocab_size, tokenizer.eod) == (131, 130)
     assert tokenizer.tokenize(" 0 5\n129 ") == [0, 5, 129]
     assert tokenizer.detokenize([0, 5, 129, 130]) == "0 5 129"
-    for wrong, message in (("1 x", "'x' is none"), ("131", "0 to 130"), ("-1", "0 to 130"), ("1.0", "'1.0' is none")):
+    for wrong, message in (
+        ("1 x", "'x' is not an id"),
+        ("131", "0 to 130"),
+        ("-1", "0 to 130"),
+        ("1.0", "'1.0' is none"),
+    ):
         with pytest.raises(UserError, match=message):
             tokenizer.tokenize(wrong)
 

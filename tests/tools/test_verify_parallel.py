@@ -138,7 +138,7 @@ def test_bad_flags_are_told_before_any_process_starts(
         tool.main(_flags(base, answers, *(str(tmp_path) if word == "ADAPTER" else word for word in more)))
 
 
-MIXTRAL_MISSING = "take out: --num-experts 8 --expert-model-parallel-size 8"
+MIXTRAL_MISSING = "remove these flags: --num-experts 8 --expert-model-parallel-size 8"
 
 
 @pytest.mark.parametrize(

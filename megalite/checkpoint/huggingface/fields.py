@@ -127,7 +127,7 @@ class Fields:
         for name in ignored:
             if name not in unknown or _is_known(name):
                 why = "changes what the network computes" if name in unknown else "isn't an unknown field; leave it out"
-                raise CheckpointError(f"--ignore-config-field {name}: in {self.where} this field {why}")
+                raise CheckpointError(f"--ignore-config-field {name}: in {self.where} it {why}")
         refused = {name: value for name, value in unknown.items() if name not in ignored}
         if not refused:
             return
