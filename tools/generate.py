@@ -33,8 +33,7 @@ def parser() -> FlagParser:
     file = "file that holds one prompt; a line break at its end is removed"
     add("--prompt-file", dest="prompts", action="append", type=read_prompt, metavar="FILE", help=file)
     add = flags.add_argument_group("conversation").add_argument
-    chat = "prompts are user messages; without prompts, chat in the terminal (default: off)"
-    add("--chat", action="store_true", help=chat)
+    add("--chat", action="store_true", help="prompts are user messages; without any, chat here (default: off)")
     add("--chat-template", metavar="FILE", help="chatml, or a template file (default: the tokenizer's own template)")
     add("--system", metavar="TEXT", help="system message that begins each conversation (default: the template's)")
     serve = "serve OpenAI's completions and chat completions on 127.0.0.1 until Ctrl-C; 0: any free port"
@@ -43,9 +42,7 @@ def parser() -> FlagParser:
     add("--serve-memory", type=float, metavar="GIB", help=memory)
     add_generation_flags(flags)
     group = flags.add_argument_group("output")
-    group.add_argument(
-        "--json", action="store_true", help="a JSON line per prompt: prompt, text, tokens (default: off)"
-    )
+    group.add_argument("--json", action="store_true", help="a JSON line per prompt (default: off)")
     add_section(flags, "tokenizer")
     add_section(flags, "precision", only=("bf16", "fp16", "fp64"))
     add_section(flags, "layout", only=("device", "threads_per_rank"))

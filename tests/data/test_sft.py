@@ -554,7 +554,7 @@ def test_packing_serves_every_sample_once_in_fewer_rows(tmp_path: Path) -> None:
     filled = (padded.sequences.lengths - 1).sum() / (len(packed) * 64)
     assert filled > 0.95
     notes = build_sft_datasets(options(file, packing=True), NULL, None, (1, 0, 0)).notes
-    assert f"300 samples packed into {len(packed)} rows, {filled:.1%}" in notes[-1]
+    assert f"300 samples packed into {len(packed)} rows, which are {filled:.1%}" in notes[-1]
 
 
 def test_memory_is_five_bytes_a_token(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_null_tokenizer_reads_ids_and_has_one_more_for_eod() -> None:
         ("1 x", "'x' is not an id"),
         ("131", "0 to 130"),
         ("-1", "0 to 130"),
-        ("1.0", "'1.0' is none"),
+        ("1.0", "'1.0' is not an id"),
     ):
         with pytest.raises(UserError, match=message):
             tokenizer.tokenize(wrong)
