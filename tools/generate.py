@@ -42,7 +42,7 @@ def parser() -> FlagParser:
     add("--serve-memory", type=float, metavar="GIB", help=memory)
     add_generation_flags(flags)
     group = flags.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="a JSON line per prompt (default: off)")
+    group.add_argument("--json", action="store_true", help="JSON lines with prompt, text, tokens (default: off)")
     add_section(flags, "tokenizer")
     add_section(flags, "precision", only=("bf16", "fp16", "fp64"))
     add_section(flags, "layout", only=("device", "threads_per_rank"))
