@@ -20,7 +20,7 @@ METADATA := setup.py pyproject.toml requirements.lock
 .PHONY: help install quickstart test test-all lint bench clean
 # Targets given together (make lint test) run in the order given.
 .NOTPARALLEL:
-# A step that fails leaves no target that looks finished.
+# A failed step must not leave a target that looks finished.
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -28,13 +28,13 @@ help: ## show this list
 
 install: $(VENV)/.installed ## create .venv and install megalite into it
 
-quickstart: $(VENV)/.installed ## train a small GPT on real text and let it write, in under 10 minutes
+quickstart: $(VENV)/.installed ## train a small GPT on real text and generate a sample, in under 10 minutes
 	$(PY) tools/quickstart.py
 
 test: $(VENV)/.installed-dev ## run the test suite (PYTEST_ARGS="...")
 	$(PY) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-test-all: $(VENV)/.installed-dev ## run everything: also every layout of the full matrices, for hours
+test-all: $(VENV)/.installed-dev ## run the long tests too, for hours: whole programs and every layout
 	$(PY) -m pytest -m "not smollm2" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff, format, types and the project's own rules

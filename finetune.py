@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Fine-tune a GPT model: supervised answers, labels, or more text.
+"""Fine-tune a GPT model on answers, labels or plain text.
 
 One process: `python finetune.py FLAGS`. Several: `torchrun --nproc-per-node N finetune.py FLAGS`.
 """

@@ -23,7 +23,7 @@ DEPENDENCIES = [
     "tqdm>=4.70.1,<5",  # progress bars of the tools
     "tensorboard>=2.21.0,<2.22",  # torch.utils.tensorboard imports it
     "safetensors>=0.8.0,<0.9",  # tensors on disk without pickle
-    "regex>=2026.11.19,<2027",  # matches the patterns of an adapter's file, which may be hostile, within a time
+    "regex>=2026.11.19,<2027",  # matches an adapter's patterns (untrusted input) with a time limit
     "matplotlib>=3.11.2,<3.12",  # draws pipeline schedules
 ]
 

@@ -1,10 +1,10 @@
 #!/bin/sh
 # LoRA on SmolLM2-135M-Instruct, a real model that comes as a Python package (90 MB; 540 MB as a Hugging Face folder):
-# teaches it to answer questions of addition in a fixed form, and asks it. About 5 minutes on 2 CPU cores.
+# trains it to answer addition questions in a fixed form, then asks one. About 5 minutes on 2 CPU cores.
 #
 #   sh examples/finetune_lora.sh [FOLDER]       FOLDER: for model, data and adapter (default: runs/lora)
 #
-# Needs `pip install -e '.[hf]'` (transformers reads the package's file once). PYTHON, PROCESSES and STEPS may be set.
+# Needs `pip install -e '.[hf]'` (transformers, to convert the model). PYTHON, PROCESSES and STEPS may be set.
 set -eu
 cd "$(dirname "$0")/.."
 folder=${1:-runs/lora}

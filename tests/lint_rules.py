@@ -2,7 +2,7 @@
 
 Each rule is a function from one parsed file to its findings, so a test can feed it a snippet. The rules:
 
-- floors: a room of `megalite/` imports only from rooms on lower floors (FLOORS; docs/architecture.md says why).
+- levels: a package in `megalite/` imports only from packages on lower levels (FLOORS; docs/architecture.md says why).
 - wide dtype: no literal fp32 in WIDE_ROOMS; "fp32" there means the precision policy's wide dtype, which is fp64 in
   proof mode.
 - light config: `megalite/config/` imports the standard library alone, so neither torch nor numpy: `--help` is instant.
@@ -55,7 +55,7 @@ class Finding:
 
 
 def room_of(path: str) -> str | None:
-    """The room that a file of the package lies in; None for `megalite/__init__.py` and files outside the package."""
+    """The package in `megalite/` that a file is in; None for `megalite/__init__.py` and files outside it."""
     parts = PurePosixPath(path).parts
     return parts[1] if len(parts) > 2 and parts[0] == "megalite" else None
 
@@ -75,13 +75,13 @@ def imported_modules(path: str, tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def check_floors(path: str, tree: ast.AST) -> Iterator[Finding]:
-    """Rooms import downwards only; the package's own `__init__` imports no room, so that importing it is cheap."""
+    """Packages import downwards only; `megalite/__init__.py` imports none, so that importing it is cheap."""
     parts = PurePosixPath(path).parts
     if parts[0] != "megalite":
         return
     room = room_of(path)
     if room is not None and room not in FLOORS:
-        yield Finding(path, 1, f"room {room!r} has no floor: add it to FLOORS in tests/lint_rules.py")
+        yield Finding(path, 1, f"package {room!r} has no level: add it to FLOORS in tests/lint_rules.py")
         return
     for name, line in imported_modules(path, tree):
         head, _, rest = name.partition(".")
@@ -89,12 +89,12 @@ def check_floors(path: str, tree: ast.AST) -> Iterator[Finding]:
         if head != "megalite" or target not in FLOORS or target == room:
             continue
         if room is None:
-            yield Finding(path, line, f"{path} imports the room {target!r}; a file above the rooms imports none")
+            yield Finding(path, line, f"{path} imports {target!r}, but must import no package")
         elif FLOORS[target] >= FLOORS[room]:
             yield Finding(
                 path,
                 line,
-                f"{room} (floor {FLOORS[room]}) imports {target} (floor {FLOORS[target]}), not a lower floor",
+                f"{room} (level {FLOORS[room]}) imports {target} (level {FLOORS[target]}), not a lower level",
             )
 
 

@@ -88,7 +88,7 @@ def test_a_file_that_does_not_parse_is_found() -> None:
 
 def test_findings_name_file_line_and_both_floors() -> None:
     (finding,) = check_source("megalite/nn/a.py", "import torch\nimport megalite.models.gpt")
-    assert str(finding) == "megalite/nn/a.py:2: nn (floor 3) imports models (floor 4), not a lower floor"
+    assert str(finding) == "megalite/nn/a.py:2: nn (level 3) imports models (level 4), not a lower level"
 
 
 def test_a_broken_rule_in_a_project_folder_is_found(tmp_path: Path) -> None:

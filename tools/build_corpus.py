@@ -1,4 +1,4 @@
-"""Build the embedded default corpus from the Python standard library's source. See megalite/data/stdlib_corpus.py."""
+"""Build the quickstart's corpus from the Python standard library's source. See megalite/data/stdlib_corpus.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalite.config.flags import FlagParser, parse_namespace
 def parser() -> FlagParser:
     flags = FlagParser(
         "build_corpus.py",
-        "Write train.jsonl and valid.jsonl from the standard library of the running Python: real text, no download.",
+        "Write train.jsonl and valid.jsonl from the source of this Python's standard library; no download is needed.",
     )
     flags.add_argument("--output", required=True, metavar="DIR", help="folder for train.jsonl and valid.jsonl")
     flags.add_argument(

@@ -1,4 +1,4 @@
-"""Checkpoints looked at, rewritten, and converted to other formats. See megalite/checkpoint/."""
+"""Inspect, reshard and convert checkpoints. See megalite/checkpoint/."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megalite.config.errors import UserError
 
 
 def lines(command: str, given: Namespace) -> Iterator[str]:
-    """Carry out a command; what there is to print."""
+    """Carry out a command; yields the lines to print."""
     from megalite.checkpoint.huggingface import compare, convert, export
     from megalite.checkpoint.huggingface.hub import local_folder
     from megalite.checkpoint.inspection import describe_checkpoint, report_lines

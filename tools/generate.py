@@ -1,4 +1,4 @@
-"""Let a trained model continue prompts, talk, or serve. See megalite/inference/."""
+"""Generate text with a trained model: continue prompts, chat, or serve. See megalite/inference/."""
 
 from __future__ import annotations
 
@@ -20,30 +20,29 @@ if TYPE_CHECKING:
 
 
 def parser() -> FlagParser:
-    flags = FlagParser("generate.py", "Let a trained model continue prompts, talk, or serve.")
-    add = flags.add_argument_group("model", "network, tokenizer, number format are those of the folder").add_argument
-    add("--load", metavar="DIR", help="folder that training saved checkpoints in")
+    flags = FlagParser("generate.py", "Generate text with a trained model: continue prompts, chat, or serve.")
+    add = flags.add_argument_group("model", "the folder gives network, tokenizer and number format").add_argument
+    add("--load", metavar="DIR", help="folder with a run's checkpoints")
     add("--ckpt-step", type=int, metavar="N", help="iteration of --load (default: the newest)")
-    add("--load-hf", metavar="DIR", help="Hugging Face folder or a model of a hub, OWNER/NAME, instead of --load")
+    add("--load-hf", metavar="DIR", help="Hugging Face folder, or OWNER/NAME of a model on a hub, instead of --load")
     add_folder_flags(add)
-    add("--adapter", metavar="DIR", help="folder of an adapter in PEFT's format, on top of the model (default: none)")
-    add = flags.add_argument_group("prompts", "any number of both, each continued on its own").add_argument
-    text = "a prompt; one that begins with @ or - goes behind an equals sign: --prompt=@TEXT"
+    add("--adapter", metavar="DIR", help="folder of an adapter in PEFT's format to add to the model (default: none)")
+    add = flags.add_argument_group("prompts", "independent of each other; may be given several times").add_argument
+    text = "a prompt; if it begins with @ or -, write --prompt=@TEXT"
     add("--prompt", dest="prompts", action="append", metavar="TEXT", help=text)
-    file = "file whose text is one prompt; a line break at its end is left out"
+    file = "file that holds one prompt; a line break at its end is removed"
     add("--prompt-file", dest="prompts", action="append", type=read_prompt, metavar="FILE", help=file)
     add = flags.add_argument_group("conversation").add_argument
-    chat = "prompts are what a user says; without any, talk in the terminal (default: off)"
-    add("--chat", action="store_true", help=chat)
-    add("--chat-template", metavar="FILE", help="a template file, or chatml (default: the tokenizer's own)")
+    add("--chat", action="store_true", help="prompts are user messages; without any, chat here (default: off)")
+    add("--chat-template", metavar="FILE", help="chatml, or a template file (default: the tokenizer's own template)")
     add("--system", metavar="TEXT", help="system message that begins each conversation (default: the template's)")
-    serve = "answer OpenAI's completions and chat completions on 127.0.0.1 until Ctrl-C; 0 takes any free port"
+    serve = "serve OpenAI's completions and chat completions on 127.0.0.1 until Ctrl-C; 0: any free port"
     add("--serve", type=int, metavar="PORT", help=f"{serve} (default: off)")
-    memory = "for the keys and values of all requests of --serve together (default: half of what is free)"
+    memory = "memory for the KV cache of all requests of --serve together (default: half of the free memory)"
     add("--serve-memory", type=float, metavar="GIB", help=memory)
     add_generation_flags(flags)
     group = flags.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="one object a line: prompt, text, tokens (default: off)")
+    group.add_argument("--json", action="store_true", help="JSON lines with prompt, text, tokens (default: off)")
     add_section(flags, "tokenizer")
     add_section(flags, "precision", only=("bf16", "fp16", "fp64"))
     add_section(flags, "layout", only=("device", "threads_per_rank"))

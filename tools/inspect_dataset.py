@@ -15,10 +15,10 @@ from megalite.config.flags import FlagParser, add_section, parse_namespace, read
 
 
 def parser() -> FlagParser:
-    flags = FlagParser("inspect_dataset.py", "Show what token files hold.")
+    flags = FlagParser("inspect_dataset.py", "Show what token files hold: header, document lengths, first documents.")
     flags.add_argument("--input", required=True, metavar="PREFIX", help="prefix of the .bin and .idx files")
     flags.add_argument("--documents", type=int, default=2, metavar="N", help="documents to show (default: 2)")
-    flags.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens to show of each (default: 64)")
+    flags.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens of each to show (default: 64)")
     names = (field.name for field in section_fields("tokenizer") if field.name != "parse_special_tokens")
     add_section(flags, "tokenizer", only=names)
     return flags

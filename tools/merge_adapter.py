@@ -1,4 +1,4 @@
-"""Add a LoRA adapter into a model's weights, in fp32, cast once. See megalite/peft/merge.py."""
+"""Add a LoRA adapter to a model's weights, in fp32, rounded once. See megalite/peft/merge.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megalite.config.flags import FlagParser, parse_namespace
 
 
 def parser() -> FlagParser:
-    flags = FlagParser("merge_adapter.py", "Write the Hugging Face folder --hf: a model with a LoRA adapter added.")
+    flags = FlagParser("merge_adapter.py", "Merge a LoRA adapter into a model: writes the Hugging Face folder --hf.")
     model = "Hugging Face folder of the model, or OWNER/NAME of one on a hub (or --load)"
     flags.add_argument("--load-hf", metavar="DIR", help=model)
     add_folder_flags(flags.add_argument)

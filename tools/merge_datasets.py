@@ -20,7 +20,7 @@ def parser() -> FlagParser:
         nargs="+",
         required=True,
         metavar="PREFIX",
-        help="prefixes of .bin and .idx, joined in this order; a folder stands for all pairs in it, by name",
+        help="prefixes of .bin and .idx files, joined in this order; a folder means all pairs in it, by name",
     )
     flags.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="the result is PREFIX.bin and PREFIX.idx"

@@ -1,4 +1,4 @@
-"""Draw the timeline of a pipeline schedule: simulated, measured, or both under one another."""
+"""Draw the timeline of a pipeline schedule: simulated, measured, or both."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from megalite.pipeline.timeline import Timeline, median_costs, read_steps
 
 
 def parser() -> FlagParser:
-    flags = FlagParser("plot_schedule.py", "Draw when each rank of a pipeline computes what, simulated or measured.")
+    flags = FlagParser("plot_schedule.py", "Draw the timeline of a pipeline schedule, simulated or measured.")
     flags.add_argument("--out", required=True, metavar="FILE", help="picture to write; its name ends in .png or .svg")
     add = flags.add_argument_group("simulated").add_argument
     add("--schedule", choices=SCHEDULES, metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
     add("--stages", type=positive, metavar="P", help="pipeline stages (default: each measured rank is one)")
     add("--chunks", type=positive, default=1, metavar="V", help="model chunks of each rank (default: 1)")
-    add("--microbatches", type=positive, metavar="M", help="microbatches of a step")
-    add("--group-size", type=positive, metavar="G", help="microbatches in a group, interleaved (default: stages)")
-    add = flags.add_argument_group("costs", "of a microbatch on all chunks of a rank").add_argument
+    add("--microbatches", type=positive, metavar="M", help="microbatches per step")
+    add("--group-size", type=positive, metavar="G", help="interleaved: microbatches in a group (default: stages)")
+    add = flags.add_argument_group("costs", "time of one microbatch on all chunks of a rank, in any unit").add_argument
     add("--forward-cost", type=float, default=1.0, metavar="X", help="a forward (default: 1)")
     add("--backward-cost", type=float, default=2.0, metavar="X", help="a whole backward (default: 2)")
-    add("--weight-cost", type=float, metavar="X", help="its part for weight gradients (default: half of it)")
-    add("--transfer-cost", type=float, default=0.0, metavar="X", help="a message's travel (default: 0)")
-    add("--measured-costs", action="store_true", help="instead the medians of --timeline (default: off)")
+    add("--weight-cost", type=float, metavar="X", help="the part of the backward for weight gradients (default: half)")
+    add("--transfer-cost", type=float, default=0.0, metavar="X", help="sending one message (default: 0)")
+    add("--measured-costs", action="store_true", help="use the median times of --timeline instead (default: off)")
     add = flags.add_argument_group("measured").add_argument
     add("--timeline", metavar="DIR", help="folder that a run wrote with --timeline DIR")
     add("--step", type=positive, metavar="N", help="training step to draw, from 1 (default: the last)")

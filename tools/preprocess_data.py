@@ -20,15 +20,15 @@ def parser() -> FlagParser:
         "--on-error",
         default="stop",
         choices=("stop", "skip"),
-        help="at a document that can't be read: stop and write nothing, or skip and count it (default: stop)",
+        help="if a document can't be read: stop and write nothing, or skip and count it (default: stop)",
     )
     group = flags.add_argument_group("output")
-    group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="beginning of the output's names")
+    group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="start of the output files' names")
     group.add_argument("--append-eod", action="store_true", help="end each document with the EOD id (default: off)")
     group.add_argument(
         "--prepend-bos",
         action="store_true",
-        help="begin each document with what the tokenizer's own template begins with, or its BOS id (default: off)",
+        help="begin each document with the first ids of the tokenizer's own template, or its BOS id (default: off)",
     )
     group = flags.add_argument_group("runtime")
     group.add_argument("--workers", type=int, default=1, metavar="N", help="tokenizing processes (default: 1)")
@@ -37,7 +37,7 @@ def parser() -> FlagParser:
         type=int,
         default=1000,
         metavar="N",
-        help="documents between progress lines, where there is no terminal for a bar (default: 1000)",
+        help="documents between progress lines, if there is no terminal for a progress bar (default: 1000)",
     )
     accepted = "accepted, as in Megatron-LM; the output doesn't depend on it"
     group.add_argument("--partitions", type=int, default=1, metavar="N", help=f"{accepted} (default: 1)")

@@ -1,6 +1,6 @@
-"""`make quickstart`: from this Python's own source code to a small GPT that writes some, step by step.
+"""`make quickstart`: train a small GPT on this Python's own source code and generate a sample, step by step.
 
-Each step is a command that is printed before it runs, so that it can be repeated by hand with other files.
+Each step is a command that is printed before it runs, so that you can repeat it with other files.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def main() -> int:
         f"--metrics-file={RUN}/metrics.jsonl",
     ]
     launch = ["torchrun", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py", "@examples/quickstart.args"]
-    run("train on two processes that share every matrix", *launch, *data, *TOKENIZER, *outputs)
+    run("train on two processes with tensor parallelism", *launch, *data, *TOKENIZER, *outputs)
     files = ["--train", f"{RUN}/train_text_document", "--valid", f"{RUN}/valid_text_document"]
     words = ["python", "-m", "megalite.data.bigram", *files, "--vocab-size", size]
-    bigram = float(run("the loss of counting pairs of tokens", *words, capture=True).split()[2])
+    bigram = float(run("compute the loss of a bigram model, for comparison", *words, capture=True).split()[2])
     generate = ["--load", f"{RUN}/checkpoint", "--prompt", PROMPT, "--temperature", "0.6", "--max-new-tokens", "96"]
-    sample = run("let it write", "python", "tools/generate.py", *generate, "--json", capture=True)
+    sample = run("generate text", "python", "tools/generate.py", *generate, "--json", capture=True)
     result = json.loads((ROOT / RUN / "metrics.jsonl").read_text().splitlines()[-1])["lm_loss"]
     print(PROMPT + json.loads(sample)["text"])
     print(
@@ -65,8 +65,8 @@ held-out loss: {result:.3f} nats per token; a bigram model has {bigram:.3f}: {bi
 
 checkpoint    {RUN}/checkpoint
 curves        .venv/bin/tensorboard --logdir {RUN}/tensorboard
-write more    .venv/bin/python tools/generate.py --load {RUN}/checkpoint --prompt "class Queue" --temperature 0.8
-your own text put documents into a .jsonl or .txt file and give it to the commands above
+generate more .venv/bin/python tools/generate.py --load {RUN}/checkpoint --prompt "class Queue" --temperature 0.8
+your own text put documents into a .jsonl or .txt file and repeat the commands above with it
 other layouts --pipeline-model-parallel-size 2 in place of --tensor-model-parallel-size 2; README.md has more
 every flag    .venv/bin/python pretrain_gpt.py --help
 """

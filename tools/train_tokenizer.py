@@ -14,35 +14,35 @@ from megalite.config.flags import FlagParser, parse_namespace
 
 
 def parser() -> FlagParser:
-    flags = FlagParser("train_tokenizer.py", "Train a SentencePiece tokenizer that loses nothing: PREFIX.model.")
+    flags = FlagParser("train_tokenizer.py", "Train a lossless SentencePiece tokenizer: PREFIX.model.")
     group = add_input_flags(flags)
     group.add_argument(
         "--max-bytes",
         type=int,
         default=100_000_000,
         metavar="N",
-        help="learn from at most this much text, spread evenly over the input (default: 100000000)",
+        help="train on at most this much text, taken evenly from the input (default: 100000000)",
     )
     group = flags.add_argument_group("model")
     group.add_argument(
-        "--vocab-size", type=int, required=True, metavar="N", help="ids, the 256 bytes and 3 more included"
+        "--vocab-size", type=int, required=True, metavar="N", help="number of ids, with 256 bytes and 3 special ids"
     )
     group.add_argument(
         "--model-type",
         default="bpe",
         choices=("bpe", "unigram"),
-        help="unigram takes far longer to train (default: bpe)",
+        help="unigram takes much longer to train (default: bpe)",
     )
     group.add_argument(
         "--character-coverage",
         type=float,
         default=0.9995,
         metavar="X",
-        help="share of the text whose characters get ids of their own; rarer ones become bytes (default: 0.9995)",
+        help="share of the text covered by characters with their own ids; the rest become bytes (default: 0.9995)",
     )
     group = flags.add_argument_group("output")
     group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="the model is PREFIX.model")
-    group.add_argument("--verbose", action="store_true", help="SentencePiece's own log (default: off)")
+    group.add_argument("--verbose", action="store_true", help="print SentencePiece's own log (default: off)")
     return flags
 
 

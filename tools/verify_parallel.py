@@ -21,28 +21,28 @@ from megalite.config.flags import (
 )
 from megalite.config.smallest import refuse_few_flags
 
-DESCRIPTION = "Run a layout and one process from the same start and compare losses and all gradients. Takes the flags of a run of pretrain_gpt.py or finetune.py. Exit status: 0 equal, 1 not, 2 bad flags."  # noqa: E501
+DESCRIPTION = "Run a layout and one process from the same weights and compare losses and all gradients. Takes the flags of a run of pretrain_gpt.py or finetune.py. Exit status: 0 equal, 1 not equal, 2 bad flags."  # noqa: E501
 
 
 def parser() -> FlagParser:
     flags = build_parser("verify_parallel.py", DESCRIPTION, section_names(), megatron=True)
-    add = flags.add_argument_group("proof", "everything else: the flags of a run").add_argument
+    add = flags.add_argument_group("proof", "all other flags are those of a run").add_argument
     add(
         "--shrink",
         action="store_true",
-        help="small network, layout, batch and data of the same structure; --load-hf then gives the structure alone",
+        help="use a small network, layout, batch and data of the same structure; --load-hf gives only the structure",
     )
     add("--keep-layout", action="store_true", help="with --shrink: keep TP, PP and virtual stages as given")
-    processes = "processes to start (default: TP x PP x CP, twice that where it is up to 8)"
+    processes = "processes to start (default: TP x PP x CP, or twice that if this is at most 8)"
     add("--processes", type=at_least_one, metavar="N", help=processes)
-    most = "refuse a proof of more processes (default: 4 a CPU core, but at least 16)"
+    most = "refuse to start more processes (default: 4 per CPU core, but at least 16)"
     add("--most-processes", type=at_least_one, metavar="N", help=most)
-    matrix = "prove all layouts of up to N processes instead of the given one"
+    matrix = "prove all layouts of up to N processes instead of the given layout"
     add("--matrix", type=at_least_one, metavar="N", help=matrix)
     tolerance = "largest relative difference that counts as equal (default: 1e-10)"
     add("--tolerance", type=below_one, default=1e-10, metavar="X", help=tolerance)
     add("--steps", type=at_least_one, default=10, metavar="N", help="steps to compare (default: 10)")
-    add("--json", metavar="FILE", help="write the table as JSON")
+    add("--json", metavar="FILE", help="also write the results to this JSON file")
     return flags
 
 

@@ -3,7 +3,7 @@
 
     python examples/chinese/make_corpus.py SOURCE FOLDER     # SOURCE: the folder that holds tang300, song100, chinese
 
-The documents of a file of `fortune` are apart by lines of a single %. What holds Latin letters (computers, for the
+In a file of `fortune`, lines with a single % separate the documents. What holds Latin letters (computers, for the
 most part) is left out, colours and indentation are removed, and every 20th document is held out.
 """
 

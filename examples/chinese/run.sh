@@ -1,6 +1,6 @@
 #!/bin/sh
 # 用 Debian 的 fortunes-zh 包（唐诗、宋词、论语、谚语）训练一个会写中文的小 GPT：下载文本、训练分词器、预处理、训练、生成文本。
-# A small GPT of Chinese poems and sayings, from the text of a Debian package to a sample. See README.md beside this file.
+# Trains a small GPT on Chinese poems and sayings from a Debian package, and prints a sample. See README.md in this folder.
 #
 #   sh examples/chinese/run.sh [FOLDER]       FOLDER: for text, tokenizer, data and checkpoint (default: runs/chinese)
 #

@@ -84,7 +84,7 @@ def save_checkpoint(
 
 def _see(folder: Path) -> None:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not visible here: --save must name a folder that all machines share")
+        raise CheckpointError(f"{folder} isn't visible here: --save must name a folder that all machines share")
 
 
 @torch.no_grad()
@@ -138,13 +138,13 @@ def _listed(items: Iterable[str]) -> str:
 def _refuse_misfits(path: Path, plan: ReadPlan) -> None:
     """Raise where the checkpoint can't fill what this rank wants, with the flags that are probably wrong."""
     if plan.shapes:
-        lines = (f"{key}: {stored} in the checkpoint, {here} here" for key, (stored, here) in plan.shapes.items())
+        lines = (f"{key}: {stored} in the checkpoint, {here} in the run" for key, (stored, here) in plan.shapes.items())
         sizes = {a for stored, here in plan.shapes.values() for a in set(stored) - set(here)}
-        raise CheckpointError(f"{path} holds tensors of another shape:{_listed(lines)}{_hint(path, sizes)}")
+        raise CheckpointError(f"{path} holds tensors of other shapes:{_listed(lines)}{_hint(path, sizes)}")
     if plan.missing:
         advice = _hint(path, set())
         if all(key.startswith(STATE_PREFIX) for key in plan.missing):
-            advice = "\n--no-load-optim loads the weights and starts the optimizer without a state."
+            advice = "\n--no-load-optim loads the weights and starts with new optimizer state."
         raise CheckpointError(f"{path} lacks{_listed(plan.missing)}{advice}")
     if plan.gaps:
         raise CheckpointError(f"{path} holds only parts of{_listed(plan.gaps)}")
@@ -159,7 +159,7 @@ def _refuse_unwanted(path: Path, index: Index, wanted: set[str], mesh: Mesh) -> 
     unwanted = [name for name, flag in zip(names, flags.tolist(), strict=True) if not flag]
     if unwanted:
         advice = _hint(path, set())
-        raise CheckpointError(f"{path} holds parameters that this network lacks:{_listed(unwanted)}{advice}")
+        raise CheckpointError(f"{path} holds parameters that this network doesn't have:{_listed(unwanted)}{advice}")
 
 
 def _hint(path: Path, sizes: set[int]) -> str:
@@ -176,4 +176,4 @@ def _hint(path: Path, sizes: set[int]) -> str:
     if sizes:
         cause = f"the checkpoint has {', '.join(likely)}" if likely else "another tokenizer or --vocab-size"
         text = f"\nLikely cause: {cause}."
-    return f"{text}\nIt was written with {' '.join(flags.values())}; --use-checkpoint-args takes over its network."
+    return f"{text}\nIt was written with {' '.join(flags.values())}; --use-checkpoint-args uses the same network."

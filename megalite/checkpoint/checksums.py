@@ -47,7 +47,7 @@ def check_small_files(folder: Path) -> None:
         if found != expected:
             raise CheckpointError(
                 f"{path} is damaged or was changed: its checksum is {found}, and {CHECKSUMS} says {expected}. Copy it "
-                f"anew from where it is whole, or load another checkpoint with --ckpt-step; after a change on purpose "
+                f"again from a good copy, or load another checkpoint with --ckpt-step; if you changed it on purpose, "
                 f"delete {folder / CHECKSUMS}"
             )
 
@@ -63,7 +63,7 @@ def _read(path: Path) -> dict[str, str]:
             raise ValueError("its own checksum is wrong")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is damaged ({reason(error)}): copy it anew from where it is whole, or load another checkpoint "
+            f"{path} is damaged ({reason(error)}): copy it again from a good copy, or load another checkpoint "
             "with --ckpt-step"
         ) from error
     return dict(files)

@@ -1,4 +1,4 @@
-"""The room's one exception, and how all ranks come to raise the same one.
+"""The exception of `checkpoint/`, and how all ranks raise the same one.
 
 Key idea: a rank never fails alone. What went wrong on it is exchanged before anyone goes on, so no other rank is left
 waiting in a collective, and every rank's message names the same rank and file.

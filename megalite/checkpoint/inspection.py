@@ -93,7 +93,7 @@ def _optimizer_state(tensors: dict[str, TensorInfo]) -> dict[str, dict[str, int]
 def _task(config: RunConfig) -> str:
     """What the run taught, and beside which model."""
     task, peft = config.finetune.task or "lm", config.peft.peft
-    return task if peft == "none" else f"{task}, --peft {peft}: only what is trained beside a frozen model"
+    return task if peft == "none" else f"{task}, --peft {peft}: only the adapter, not the frozen model"
 
 
 def network_line(model: ModelConfig, rows: int | None, *, output: bool = True) -> str:
@@ -143,7 +143,7 @@ def report_lines(facts: dict[str, Any]) -> Iterator[str]:
     yield f"task: {facts['task']}" + (f"; classes: {', '.join(facts['classes'])}" if facts["classes"] else "")
     yield f"precision: {facts['precision']}"
     grid = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    yield f"saved at {', '.join([grid, *filter(None, extras)])}; loads at any other layout as it is"
+    yield f"saved at {', '.join([grid, *filter(None, extras)])}; loads at any layout"
     tensors = f"{len(facts['parameters']):,} tensors, {facts['parameter_bytes']:,} bytes"
     yield f"parameters: {facts['total_parameters']:,} in {tensors}"
     yield from _table(facts["parameters"])

@@ -63,7 +63,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no index of a checkpoint does")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a checkpoint's index never does")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def read_index(directory: str | os.PathLike[str]) -> Index:
 
 def _tensor(key: str, entry: Any) -> TensorStorageMetadata:
     if not isinstance(entry, TensorStorageMetadata):
-        raise TypeError(f"{key} is no tensor")
+        raise TypeError(f"{key} is not a tensor")
     return entry
 
 
@@ -132,7 +132,7 @@ def check_files(directory: str | os.PathLike[str], files: dict[str, int]) -> Non
         except OSError as error:
             raise CheckpointError(f"{path}: {reason(error)}") from error
         if actual < size:
-            raise CheckpointError(f"{path} is truncated: {actual} bytes of at least {size}")
+            raise CheckpointError(f"{path} is truncated: it has {actual} bytes and needs at least {size}")
 
 
 def describe(directory: str | os.PathLike[str]) -> dict[str, TensorInfo]:

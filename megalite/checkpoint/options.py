@@ -17,13 +17,12 @@ COMMANDS = {
     "hf-to-megalite": "Read the Hugging Face folder --hf, write a checkpoint of iteration 0 into --save.",
     "megalite-to-hf": "Read a checkpoint of any layout, write the Hugging Face folder --hf. A checkpoint of --task "
     "classification becomes a classifier (ForSequenceClassification).",
-    "reshard": "Write a checkpoint again, into another number of files. Every bit and the optimizer state stay; each "
-    "tensor comes in one piece. Loading at another layout does not need this: every checkpoint loads at every layout "
-    "as it is.",
-    "inspect": "Say what a checkpoint holds. Iteration, network, layout, number format, every parameter, sizes; no "
-    "tensor is read, so it takes no time.",
-    "to-torch": "Write a checkpoint's parameters into one file. Whole tensors in the checkpoint's number format by "
-    "their global names (decoder.layers.0.mlp.linear_fc1.weight), without vocabulary padding. Fused weights stay "
+    "reshard": "Copy a checkpoint into another number of files. All values and the optimizer state stay the same; each "
+    "tensor is written in one piece. You don't need this to change the layout: every checkpoint loads at every layout.",
+    "inspect": "Print what a checkpoint holds. Iteration, network, layout, number format, every parameter, sizes; no "
+    "tensor is read, so it is fast.",
+    "to-torch": "Write a checkpoint's parameters into one file. Tensors are whole, in the checkpoint's number format, "
+    "under their global names (decoder.layers.0.mlp.linear_fc1.weight), without vocabulary padding. Fused weights stay "
     "fused: queries, keys and values are [groups, queries per group + key + value, head, hidden], gate and up [2, "
     "inner, hidden]. For transformers' names and shapes use megalite-to-hf.",
 }
@@ -31,9 +30,9 @@ COMMANDS = {
 
 def add_folder_flags(add: Callable[..., object]) -> None:
     """The flags that belong to a Hugging Face folder; `add`: a parser's `add_argument`."""
-    hub = "where OWNER/NAME in place of a folder is downloaded from (default: huggingface)"
+    hub = "hub to download OWNER/NAME from (default: huggingface)"
     add("--hub", choices=HUBS, default=HUBS[0], help=hub)
-    ignore = "fields of config.json that aren't understood and that you know to change nothing (default: none)"
+    ignore = "unknown fields of config.json that you know don't change what the model computes (default: none)"
     add("--ignore-config-field", nargs="+", action="extend", default=[], metavar="NAME", help=ignore)
 
 
@@ -60,19 +59,19 @@ def parser(command: str) -> FlagParser:
     if command in ("hf-to-megalite", "reshard"):
         flags.add_argument("--save", required=True, type=Path, metavar="DIR", help="new folder for the checkpoint")
     if command == "reshard":
-        files = "data files to write; no more than there are tensors (default: 1)"
+        files = "number of data files to write, at most one per tensor (default: 1)"
         flags.add_argument("--files", type=int, default=1, metavar="N", help=files)
     elif command == "inspect":
         flags.add_argument("--json", action="store_true", help="print one JSON object instead (default: off)")
     elif command == "to-torch":
         out = (
-            "file to write, replaced if it exists: NAME.safetensors, written tensor by tensor, or NAME.pt, a "
-            "dictionary for torch.load, with all tensors in memory at once"
+            "file to write (an existing one is replaced): NAME.safetensors, written tensor by tensor, or NAME.pt, a "
+            "dictionary for torch.load, which needs memory for all tensors at once"
         )
         flags.add_argument("--out", required=True, type=Path, metavar="FILE", help=out)
         state = (
-            "the optimizer's state too, as optimizer.KIND.NAME; of half-precision runs also the fp32 main parameters, "
-            "KIND main (default: off)"
+            "also write the optimizer state, as optimizer.KIND.NAME; in half-precision runs KIND main is the fp32 main "
+            "parameters (default: off)"
         )
         flags.add_argument("--optimizer", action="store_true", help=state)
     return flags

@@ -100,7 +100,7 @@ class GlobalSavePlanner(SavePlanner):
                 first = TensorStorageMetadata(data.properties, data.size, [])
                 tensor = tensors.setdefault(item.index.fqn, first)
                 if (tensor.size, tensor.properties.dtype) != (data.size, data.properties.dtype):
-                    raise ValueError(f"{item.index.fqn} has another shape or dtype on another rank")
+                    raise ValueError(f"{item.index.fqn} has different shapes or dtypes on different ranks")
                 tensor.chunks.append(data.chunk)
         for key, tensor in tensors.items():
             held = sum(prod(chunk.sizes) for chunk in tensor.chunks)

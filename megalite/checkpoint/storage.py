@@ -197,7 +197,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: {reason(error)}") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
+        raise CheckpointError(f"{path} must hold a JSON object")
     return values
 
 
@@ -250,11 +250,11 @@ def find_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> Ch
 
 
 def _chosen(root: Path, step: int, found: dict[int, Path]) -> CheckpointDirectory:
-    wrong = problem(found[step]) if step in found else f"{root} holds none of this iteration"
+    wrong = problem(found[step]) if step in found else f"{root} has no checkpoint of this iteration"
     if wrong is None:
         return CheckpointDirectory(step, found[step])
     complete = [str(number) for number, path in found.items() if number != step and problem(path) is None]
-    raise CheckpointError(f"--ckpt-step {step}: {wrong}; there are: {', '.join(sorted(complete, key=int)) or 'none'}")
+    raise CheckpointError(f"--ckpt-step {step}: {wrong}; valid: {', '.join(sorted(complete, key=int)) or 'none'}")
 
 
 def _newest(root: Path, found: dict[int, Path]) -> CheckpointDirectory:
@@ -263,17 +263,17 @@ def _newest(root: Path, found: dict[int, Path]) -> CheckpointDirectory:
     text = ""
     try:
         text = path.read_text(encoding="utf-8", errors="replace").strip()
-        wrong = f"{path} names no iteration: {text[:40]!r}"
+        wrong = f"{path} must hold an iteration number, not {text[:40]!r}"
     except OSError as error:
         wrong = f"{path}: {reason(error)}"
     if text == "release":
-        raise CheckpointError(f"{path} says release, Megatron-LM's word for converted weights: not supported here")
+        raise CheckpointError(f"{path} says release (converted weights of Megatron-LM), which is not supported")
     tracked = int(text) if text.isascii() and text.isdigit() else None
     if tracked is not None:
         folder = found.get(tracked, root / directory_name(tracked))
         broken = problem(folder)
         if broken is None:
-            note = "" if folder.suffix != ".old" else f"replacing it was interrupted: loading {folder}"
+            note = "" if folder.suffix != ".old" else f"a save was interrupted: loading the older copy, {folder}"
             return CheckpointDirectory(tracked, folder, note)
         wrong = f"{path} names iteration {tracked}, which isn't complete: {broken}"
     for iteration, folder in sorted(found.items(), reverse=True):

@@ -1,4 +1,4 @@
-"""`@FILE` on a command line stands for the words in FILE.
+"""`@FILE` on a command line is replaced by the words in FILE.
 
 A file holds words as a shell reads them: any number of flags on a line, quotes, backslashes, `#` comments, and `@FILE`
 again, relative to the file that says so. Variables and wildcards are not expanded.

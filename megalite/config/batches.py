@@ -51,5 +51,5 @@ def _steps(entries: list[str], seq_length: int | None) -> list[tuple[int, int]]:
         raise ValueError("the first step must be at 0 tokens")
     firsts = [first for first, _ in stages]
     if len(set(firsts)) < len(firsts):
-        raise ValueError("two steps are less than a sequence apart")
+        raise ValueError("two steps are less than one sequence (--seq-length tokens) apart")
     return stages

@@ -95,7 +95,7 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         yield f"without {' or '.join(users)}", [f"model.{name}"]
     checkpoint, rate = config.checkpoint, config.learning_rate
     if checkpoint.save is None or config.validation.skip_train:
-        yield "where nothing is saved", ["checkpoint.save_optim", "checkpoint.save_rng"]
+        yield "without --save or with --skip-train", ["checkpoint.save_optim", "checkpoint.save_rng"]
     if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
         names = ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"]
         yield "without --load", ["checkpoint.load_optim", "checkpoint.load_rng", *(f"learning_rate.{n}" for n in names)]
@@ -108,7 +108,7 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         yield "with --pipeline-model-parallel-size 1", ["layout.pipeline_schedule"]
     if config.precision.loss_scale is not None:
         names = ["initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"]
-        yield "beside a fixed --loss-scale", [f"precision.{name}" for name in names]
+        yield "with a fixed --loss-scale", [f"precision.{name}" for name in names]
     if config.validation.eval_iters == 0:
         yield "with --eval-iters 0", ["validation.eval_interval", "validation.full_validation"]
     if config.data.mock_data:

@@ -34,7 +34,7 @@ def finetune_problems(config: RunConfig) -> Iterator[str]:
     if finetune.train_epochs is not None:
         for name in ("train_iters", "train_samples"):
             if getattr(config.training, name) is not None:
-                yield f"--train-epochs and --{name.replace('_', '-')} exclude each other: choose one length"
+                yield f"--train-epochs and --{name.replace('_', '-')} exclude each other: give only one"
         for name in ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"):
             yield from needs(config, False, "--train-samples, but --train-epochs was given", f"learning_rate.{name}")
     if finetune.sft_valid_share and finetune.sft_valid_data:
@@ -53,7 +53,7 @@ def _validation_problems(config: RunConfig) -> Iterator[str]:
             yield f"{flag} needs evaluations, and --eval-iters is 0"
     folders = adapter_folders(peft).values()
     if len({os.path.realpath(folder) for folder in folders}) < len(folders):
-        yield f"--save-best-adapter {peft.save_best_adapter} is the folder of --save-adapter: give it one of its own"
+        yield f"--save-best-adapter {peft.save_best_adapter} is also the folder of --save-adapter: give another"
 
 
 def _base_problems(config: RunConfig) -> Iterator[str]:
@@ -65,7 +65,7 @@ def _base_problems(config: RunConfig) -> Iterator[str]:
                 yield f"{field.show(get(config, field.path))} needs --load-hf"
         return
     if config.model.preset is not None:
-        yield f"--preset {config.model.preset} and --load-hf exclude each other: both say what the network is"
+        yield f"--preset {config.model.preset} and --load-hf exclude each other: both define the network"
     if config.checkpoint.pretrained_checkpoint is not None:
         yield "--pretrained-checkpoint and --load-hf exclude each other: choose one source of weights"
 
@@ -77,9 +77,9 @@ def _data_problems(config: RunConfig) -> Iterator[str]:
             yield f"--task {task} needs --sft-data"
         return
     if config.validation.skip_train and not _validates(config) and config.peft.save_adapter is None:
-        yield "--skip-train leaves nothing to do: give --sft-valid-data or --sft-valid-share, or leave it out"
+        yield "--skip-train needs a validation set: give --sft-valid-data or --sft-valid-share"
     if task == "lm":
-        yield "--task lm learns from --data-path; with --sft-data the task is sft or classification"
+        yield "--task lm needs --data-path, not --sft-data; with --sft-data use --task sft or classification"
     fields = all_fields()
     for path in (f"data.{name}" for name in _OTHER_SOURCES):
         if get(config, path) != fields[path].default:

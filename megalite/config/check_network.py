@@ -53,9 +53,9 @@ def _window_problems(text: str) -> Iterator[str]:
         yield f"--window-size: {error}"
         return
     if left < -1:
-        yield f"--window-size {text}: LEFT is a number of tokens, or -1 for no bound"
+        yield f"--window-size {text}: LEFT must be a number of tokens, or -1 for no limit"
     if right not in (0, -1):
-        yield f"--window-size {text}: RIGHT must be 0 or -1, since no token sees a later one"
+        yield f"--window-size {text}: RIGHT must be 0 or -1, since attention is causal"
 
 
 def layout_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -70,7 +70,7 @@ def layout_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x --context-parallel-size {cp} "
             f"= {tp * pp * cp} does not divide the world size {world_size}: "
-            f"start a multiple of {tp * pp * cp} processes, or change the layout. To try the layout in small on this "
+            f"start a multiple of {tp * pp * cp} processes, or change the layout. To try a small version on this "
             "machine: tools/verify_parallel.py --shrink with the same flags"
         )
     yield from _tensor_problems(config)
@@ -113,7 +113,7 @@ def _pipeline_problems(config: RunConfig) -> Iterator[str]:
     per_chunk = layout.num_layers_per_virtual_pipeline_stage
     if pp == 1:
         if uneven or counted or per_chunk is not None or chunks > 1:
-            yield "flags that cut the layers into pipeline stages need --pipeline-model-parallel-size above 1"
+            yield "flags that split the layers into pipeline stages need --pipeline-model-parallel-size above 1"
         return
     if per_chunk is not None and layout.num_virtual_stages_per_pipeline_rank not in (None, _chunks_of(config)):
         yield "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank: give only one"
@@ -175,7 +175,7 @@ def _schedule_problems(config: RunConfig, chunks: int) -> Iterator[str]:
 def _sharding_problems(config: RunConfig) -> Iterator[str]:
     layout = config.layout
     if layout.use_distributed_optimizer and layout.data_parallel_sharding_strategy == "no_shard":
-        yield "--use-distributed-optimizer shards, so --data-parallel-sharding-strategy no_shard contradicts it"
+        yield "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard contradict each other"
     if layout.overlap_param_gather and not _shards(config):
         yield "--overlap-param-gather needs --use-distributed-optimizer or a --data-parallel-sharding-strategy"
     if layout.ddp_bucket_size is not None and layout.data_parallel_sharding_strategy == "optim_grads_params":

@@ -74,7 +74,7 @@ def valid_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def lora_parts(model: ModelConfig, names: list[str]) -> list[str]:
-    """The parts that sound target names mean, each once, in the order of the network."""
+    """The parts that valid target names mean, each once, in the order of the network."""
     if ALL_LINEAR in names:  # what Hugging Face's model has as one layer gets one pair of matrices
         names = ["c_attn", "c_proj", "c_fc"]
         if model.swiglu:
@@ -121,7 +121,7 @@ def _target_problems(config: RunConfig) -> Iterator[str]:
     valid, names = valid_targets(config.model), target_names(config.peft)
     listed = f"valid for this network: {', '.join(valid)}; or {ALL_LINEAR} alone"
     if not names:
-        yield f"--lora-target-modules names nothing; {listed}"
+        yield f"--lora-target-modules names no layer; {listed}"
     for name in names:
         if name not in valid and name != ALL_LINEAR:
             yield f"--lora-target-modules {name} is not the name of a linear layer; {listed}"
@@ -139,7 +139,7 @@ def _virtual_token_problems(config: RunConfig) -> Iterator[str]:
     if length is not None and longest is not None and length + peft.num_virtual_tokens > longest:
         yield (
             f"{flag} and --seq-length {length} are more than the network's {longest} learned positions "
-            f"(--max-position-embeddings): --seq-length may be {max(0, longest - peft.num_virtual_tokens)}"
+            f"(--max-position-embeddings): --seq-length may be at most {max(0, longest - peft.num_virtual_tokens)}"
         )
     if model.window_size is not None:
         yield f"--peft {peft.peft} with --window-size: later tokens could not attend to the virtual tokens"

@@ -184,14 +184,14 @@ def data_problems(config: RunConfig) -> Iterator[str]:
     chosen = [flag for flag, given in sources.items() if given]
     if not chosen:
         if config.finetune.task in (None, "lm"):
-            yield f"no data: give one of {'; '.join(sources)} (for finetune.py also --sft-data)"
+            yield f"no data is given: give one of {'; '.join(sources)} (for finetune.py also --sft-data)"
     elif len(chosen) > 1:
         yield f"{' and '.join(chosen)} exclude each other: choose one source of data"
     elif any(split_paths) and data.train_data_path is None and not config.validation.skip_train:
         yield "--train-data-path is missing beside --valid-data-path or --test-data-path"
     if data.split is not None:
         if any(split_paths):
-            yield f"--split {data.split} cuts --data-path, but each split has a path of its own"
+            yield f"--split {data.split} divides --data-path, but here each split has its own path"
         try:
             parse_split(data.split)
         except ValueError as error:
@@ -212,7 +212,7 @@ def _blend_problems(flag: str, words: list[str]) -> Iterator[str]:
     weights = [number for number in numbers[0::2] if number is not None]
     pairs = len(words) == 2 * len(weights) and all(number is None for number in numbers[1::2])
     if not pairs:
-        yield f"{flag} {' '.join(words)}: write prefixes alone, or WEIGHT PREFIX WEIGHT PREFIX ..."
+        yield f"{flag} {' '.join(words)}: write only prefixes, or WEIGHT PREFIX WEIGHT PREFIX ..."
     elif not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
         yield f"{flag}: weights must be finite, none negative and not all 0, not {' '.join(words[0::2])}"
 

@@ -1,4 +1,4 @@
-"""What the command-line tools share: flags of those that read a corpus, and how a tool ends.
+"""What the command-line tools share: the flags to read a corpus, and exit status and error message.
 
 The key idea: a mistake is one line on stderr, and the exit status says what kind it was.
 """
@@ -49,14 +49,16 @@ def add_input_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSON lines, or plain text (.txt); .gz or .zst may follow; several files and glob patterns, in order",
+        help="files or glob patterns, read in order: JSON lines or plain text (.txt), also compressed (.gz, .zst)",
     )
-    group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (default: text)")
+    group.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="JSON keys to read (default: text)"
+    )
     group.add_argument(
         "--text-documents",
         default="file",
         choices=("file", "paragraph", "line"),
-        help="what one document of plain text is; paragraphs end at blank lines (default: file)",
+        help="what is one document in plain text; paragraphs end at blank lines (default: file)",
     )
     return group
 

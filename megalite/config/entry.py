@@ -125,7 +125,7 @@ def fill_from_base_model(
         elif get(config, field.path) != theirs and not free:
             problems.append(
                 f"{field.show(get(config, field.path))} contradicts --load-hf {config.finetune.load_hf}, whose network "
-                f"has {field.show(theirs)}: leave it out"
+                f"has {field.show(theirs)}: leave the flag out"
             )
     if problems:
         raise FlagError("\n".join(problems))
@@ -141,7 +141,7 @@ def _take_classes(config: RunConfig, classes: tuple[str, ...]) -> list[str]:
     finetune, theirs = config.finetune, list(classes)
     source = f"--load-hf {finetune.load_hf}"
     if finetune.task != "classification":
-        return [f"{source} is a classifier ({', '.join(classes)}): it has no other use than --task classification"]
+        return [f"{source} is a classifier ({', '.join(classes)}): give --task classification"]
     if theirs == unnamed_classes(len(theirs)):
         return []
     if finetune.class_names not in (None, theirs):
@@ -167,7 +167,7 @@ def fill_from_adapter(config: RunConfig, told: Mapping[str, Any], explicit: Coll
 def _load_and_fill(config: RunConfig, explicit: Collection[str], loader: CheckpointConfigLoader | None) -> list[str]:
     folder = config.checkpoint.load or config.checkpoint.pretrained_checkpoint
     if loader is None:
-        raise FlagError("--use-checkpoint-args: this program reads no checkpoints")
+        raise FlagError("--use-checkpoint-args: this program doesn't read checkpoints")
     stored = loader(config.checkpoint)
     if stored is None:
         return [f"--use-checkpoint-args: no checkpoint in {folder} yet, so its flags are not used"]

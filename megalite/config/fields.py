@@ -35,7 +35,7 @@ class Field:
 
     @property
     def path(self) -> str:
-        """`section.name`, the name of this field everywhere in this room."""
+        """`section.name`, the name of this field everywhere in `config/`."""
         return f"{self.section}.{self.name}"
 
     @property
@@ -117,4 +117,4 @@ def settings_not_built(config: RunConfig) -> list[tuple[str, str]]:
 
 def take_out(shown: list[str]) -> list[str]:
     """One line that lists flags with their values, to be taken out of a command; empty for fewer than two."""
-    return [f"to run without all of these, take out: {' '.join(shown)}"] if len(shown) > 1 else []
+    return [f"to run, remove these flags: {' '.join(shown)}"] if len(shown) > 1 else []

@@ -44,7 +44,7 @@ from megalite.config.smallest import NEEDED
 GIVEN_MEGATRON_FLAGS = "flags of Megatron-LM"  # in a namespace; no flag can collide with a name with blanks
 EPILOG = (
     "@FILE reads flags from FILE: any number on a line, # begins a comment. "
-    "Megatron-LM's other flags are answered as docs/megatron_flags.md says."
+    "docs/megatron_flags.md says what happens to Megatron-LM's other flags."
 )
 
 
@@ -66,7 +66,7 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what argparse found, without its preamble."""
         message = message.removeprefix("argument ")
-        raise FlagError(re.sub(r"ignored explicit argument '(.*)'", r"takes no value, so not \1", message))
+        raise FlagError(re.sub(r"ignored explicit argument '(.*)'", r"takes no value; remove =\1", message))
 
     def knows(self, name: str) -> bool:
         """Whether there is a flag of this name."""
@@ -164,7 +164,7 @@ def _converter(field: Field) -> Callable[[str], Any]:
         if value in (field.choices or ()):
             return value
         valid = ", ".join(str(choice) for choice in field.choices or ())
-        whose = "is Megatron-LM's alone and would change results" if text in foreign else "isn't one of its values"
+        whose = "would change results and is not supported" if text in foreign else "isn't one of its values"
         raise argparse.ArgumentTypeError(f"{text} {whose}; valid: {valid}")
 
     return choose
@@ -206,7 +206,7 @@ def _help(field: Field) -> str:
 def parse_namespace(parser: FlagParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """What was given, and one line for each flag of Megatron-LM that is ignored.
 
-    A FlagError names all that is unknown, with the nearest known flag, or refused, and says what to take out.
+    A FlagError names every unknown flag, with the nearest known one, and every refused flag, and says what to remove.
     """
     namespace, unknown = parser.parse_known_args(expand_argument_files(argv))
     problems, notes, refused = [*_unknown(parser, unknown)], [], []
@@ -242,7 +242,7 @@ def _unknown(parser: FlagParser, words: Sequence[str]) -> Iterable[str]:
             hint = "it is a flag of finetune.py"
         yield f"unknown flag {name}; {hint}"
     if words and not flags:
-        yield f"unexpected {words[0]!r}: a value without its flag"
+        yield f"unexpected {words[0]!r}: a value without a flag before it"
 
 
 def explicit_fields(namespace: argparse.Namespace) -> set[str]:

@@ -41,7 +41,7 @@ class MegatronFlag:
         """One line that says what becomes of the flag, as it was spelt and with its values."""
         shown = " ".join([name, *values])
         if not self.refuses(values):
-            reason = self.reason if self.answer == IGNORED else "this value asks for nothing special"
+            reason = self.reason if self.answer == IGNORED else "this value changes nothing"
             return f"{shown} is ignored: {reason}"
         if self.answer == USE:
             return f"{shown}: use {self.reason} instead"
@@ -125,24 +125,24 @@ of Megatron-LM 0.20 is one of these:
 _HONOURED = """
 ## Honoured
 
-A feature in the last column isn't built yet: until then any value but the default is refused by name.
+If the last column names a feature, it isn't built yet: any value except the default is refused.
 
 | flag | meaning | not built yet |
 |---|---|---|
 """
 
 _TITLES = {
-    IGNORED: ("Ignored", "Taken with their values and answered with one line. Results don't depend on them."),
-    CHANGES: ("Refused: would change results", "A value in brackets is harmless, and with it the flag is ignored."),
-    NOT_BUILT: ("Refused: not built yet", "A value in brackets is harmless, and with it the flag is ignored."),
+    IGNORED: ("Ignored", "Accepted, with a message of one line. Results don't depend on them."),
+    CHANGES: ("Refused: would change results", "With a value in brackets the flag is harmless, and ignored."),
+    NOT_BUILT: ("Refused: not built yet", "With a value in brackets the flag is harmless, and ignored."),
     USE: ("Refused: another flag does it", "The reason is the flag to use."),
 }
 
 _ANSWERS = {
-    "honoured": "they do here what they do there",
-    "of these refused until built": "all values but the default are refused; `--help` says so too",
-    "ignored": "one line says why when such a flag is given",
-    "refused: would change results": "the run stops before it starts and names the flag",
+    "honoured": "same meaning as in Megatron-LM",
+    "of these refused until built": "all values except the default are refused; `--help` marks them",
+    "ignored": "a message gives the reason",
+    "refused: would change results": "the run doesn't start; the message names the flag",
     "refused: not built yet": "the same",
     "refused: another flag does it": "the same, with the flag to use",
 }
@@ -161,7 +161,7 @@ def document() -> str:
     lines += [f"| all | {sum(counts) - counts[1]} | |", _HONOURED.rstrip(), *_honoured_rows(fields)]
     for answer in _TITLES:
         lines += ["", *_section(answer, others)]
-    lines += ["", "## Of earlier versions", "", "Flags that scripts still carry.", ""]
+    lines += ["", "## Of earlier versions", "", "Flags of older Megatron-LM versions that scripts still use.", ""]
     lines += ["| flags | answer |", "|---|---|", *_earlier_rows()]
     return "\n".join(lines) + "\n"
 

@@ -1,14 +1,14 @@
-"""What megalite says to Megatron-LM's flags that it doesn't have. Data alone; `megatron_flags.py` reads it.
+"""How megalite answers Megatron-LM's flags that it doesn't have. Only data; `megatron_flags.py` reads it.
 
 TABLE covers the flags of Megatron-LM 0.20 that `schema.py` doesn't define; EARLIER, flags of older versions that
 scripts still carry. Blocks begin with `[answer] reason`. The answers:
 
-- ignored: taken, with one line that gives the reason; results don't depend on it;
-- changes results, not built: refused by name, the reason naming what is missing;
-- use instead: refused, the reason being the flag to use.
+- ignored: accepted, with one line that gives the reason; results don't depend on it;
+- changes results, not built: refused; the reason says what is missing;
+- use instead: refused; the reason is the flag to use.
 
 Then come the flags: `--name` is a switch, `--name=` takes a value, `--name+=` one or more, `--name*=` any number. A
-slash joins two spellings. What follows `=` is harmless (`|` between alternatives): with it a refused flag is ignored.
+slash joins two spellings. After `=` come harmless values (`|` between them): with these a refused flag is ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OWN = """
 --add-proj-bias --parse-special-tokens
 """
 
-# Flags of Megatron-LM that set a field of `schema.py` which has another flag: flag, field, the value unless it's given.
+# Flags of Megatron-LM that set a field of `schema.py` with another flag name: flag, field, and the value it stands for.
 SHORTHANDS = """
 --encoder-num-layers model.num_layers
 --encoder-seq-length data.seq_length
@@ -32,7 +32,7 @@ SHORTHANDS = """
 --yarn-original-max-position-embeddings model.rope_original_max_position_embeddings
 """
 
-# Values of Megatron-LM that we lack; `value=ours` means the same as ours.
+# Values of Megatron-LM that we don't have; `value=ours`: our value with the same meaning.
 VALUES = """
 --position-embedding-type mrope relative
 --optimizer muon dist_muon lion soap adaptive_muon
@@ -69,7 +69,7 @@ TABLE = """
 --num-distributed-optimizer-instances= --use-sharp --sharp-enabled-group= --high-priority-stream-groups+=
 --nccl-communicator-config-path= --pipeline-model-parallel-comm-backend= --disable-gloo-process-groups
 --symmetric-ar-type= --distributed-timeout-seconds-after-init= --use-tp-pp-dp-mapping --local-rank= --lazy-mpu-init
-[ignored] always so here
+[ignored] megalite always does this
 --accumulate-allreduce-grads-in-fp32 --ddp-param-name-patterns-for-fp32-local-accumulation+=
 --no-create-attention-mask-in-dataloader --use-pytorch-profiler --log-validation-ppl-to-tensorboard --disable-msc
 --no-one-logger --use-dist-ckpt --ckpt-fully-parallel-save --dist-ckpt-optim-fully-reshardable
@@ -77,15 +77,15 @@ TABLE = """
 --use-cpu-initialization --init-model-with-meta-device
 [ignored] weights are always initialised; a checkpoint replaces them
 --no-initialization
-[ignored] random numbers are a function of their place, not a stream
+[ignored] random numbers are a hash of seed and position; there is no generator
 --te-rng-tracker --inference-rng-tracker
-[ignored] cancels out: scores are scaled back, and the softmax is in fp32 already
+[ignored] no effect: the scaling cancels out, and the softmax is in fp32 anyway
 --apply-query-key-layer-scaling
-[ignored] padding of the vocabulary never enters the loss
+[ignored] vocabulary padding never affects the loss
 --padded-vocab-size= --no-pad-vocab-size/--disable-pad-vocab-size
-[ignored] a loss or gradient that is not finite never passes: see --nan-action
+[ignored] megalite always checks this: see --nan-action
 --no-check-for-nan-in-loss-and-grad
-[ignored] rotary positions and none have no table of positions
+[ignored] --position-embedding-type rope and none have no position table
 --no-position-embedding
 [ignored] pad tokens are never guessed from ids
 --allow-ambiguous-pad-tokens
@@ -109,9 +109,9 @@ TABLE = """
 --wandb-save-dir= --wandb-entity=
 [ignored] NVIDIA's own cluster only
 --adlr-autoresume --adlr-autoresume-interval=
-[ignored] a signal is handled in one place: --exit-signal-handler
+[ignored] --exit-signal-handler covers this
 --exit-signal-handler-for-dataloader --exit-signal-handler-for-training
-[ignored] how checkpoint files are written and read, not what is in them
+[ignored] changes how checkpoint files are written and read, not their content
 --dist-ckpt-strictness= --auto-detect-ckpt-format --no-ckpt-fully-parallel-save --async-strategy=
 --use-persistent-ckpt-worker --async-ckpt-cpu-priority= --async-ckpt-io-priority= --async-ckpt-use-cpu-shm
 --ckpt-fully-parallel-load --ckpt-fully-parallel-load-exchange-algo= --ckpt-fully-parallel-load-per-rank-objects
@@ -121,7 +121,7 @@ TABLE = """
 --no-strict-fsdp-dtensor-load/--disable-strict-fsdp-dtensor-load --dist-ckpt-save-pre-mcore-014
 --distrib-optim-fully-reshardable-mem-efficient --no-save-tokenizer-assets/--disable-save-tokenizer-assets
 --dist-ckpt-workers= --ckpt-drop-redundant-extra-state --ckpt-convert-update-legacy-dist-opt-format
-[ignored] means something only with --perform-rl-step, which megalite refuses
+[ignored] has an effect only with --perform-rl-step, which megalite refuses
 --rl-prompts-per-eval= --rl-generation-lag= --rl-max-inflight-requests= --rl-submission-granularity=
 --rl-consumption-granularity= --rl-durable-rollout-bank --rl-rollout-bank-dir= --rl-rollout-bank-max-bytes=
 --rl-default-temperature= --rl-default-top-p= --rl-default-top-k= --rl-offload-optimizer-during-inference
@@ -164,10 +164,10 @@ TABLE = """
 --use-legacy-static-engine --decode-only-cuda-graphs --enable-chunked-prefill --num-speculative-tokens=
 --use-same-sampling-seed-across-dp-ranks --flash-decode --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill=
 --chat-template= --cache-mla-latents
-[ignored] means something only with --non-persistent-save-interval, which megalite refuses
+[ignored] has an effect only with --non-persistent-save-interval, which megalite refuses
 --non-persistent-ckpt-type= --non-persistent-global-ckpt-dir= --non-persistent-local-ckpt-dir=
 --non-persistent-local-ckpt-algo= --replication --replication-jump= --replication-factor=
-[ignored] means something only with --num-experts, which megalite refuses
+[ignored] has an effect only with --num-experts, which megalite refuses
 --overlap-moe-expert-parallel-comm --moe-shared-expert-intermediate-size= --moe-shared-expert-gate
 --moe-shared-expert-overlap --moe-shared-expert-glu-interleave-size= --moe-ffn-hidden-size= --moe-router-topk=
 --moe-enable-routing-replay --moe-router-padding-for-quantization --moe-router-padding-for-fp8
@@ -188,76 +188,76 @@ TABLE = """
 --moe-routing-trace-dump-weights --expert-tensor-parallel-size= --overlap-dispatch-backward-with-experts-wgrad
 --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert
 --gtp-expert-remat-nccl-ub
-[ignored] means something only with --tensor-parallel-num-weight-shards, which megalite refuses
+[ignored] has an effect only with --tensor-parallel-num-weight-shards, which megalite refuses
 --gtp-remat-opt-in-modules+= --gtp-remat-reduce-scatter-with-fp32-accumulation --gtp-remat-nccl-ub
-[ignored] means something only with --multi-latent-attention, which megalite refuses
+[ignored] has an effect only with --multi-latent-attention, which megalite refuses
 --q-lora-rank= --kv-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --rotary-scaling-factor= --mscale=
 --mscale-all-dim= --mla-down-proj-fusion
-[ignored] means something only with --experimental-attention-variant, which megalite refuses
+[ignored] has an effect only with --experimental-attention-variant, which megalite refuses
 --dsa-indexer-n-heads= --dsa-indexer-head-dim= --dsa-indexer-topk= --dsa-indexer-topk-freq=
 --dsa-indexer-skip-topk-offset= --dsa-indexer-loss-coeff= --dsa-indexer-use-sparse-loss --dsa-kernel-backend=
 --dsa-indexer-rope-interleaved --dsa-indexer-k-norm-epsilon= --dsa-indexer-k-norm-fp32
 --no-dsa-indexer-rotate-activation/--disable-dsa-indexer-rotate-activation
 --no-dsa-indexer-scoring-relu/--disable-dsa-indexer-scoring-relu --linear-conv-kernel-dim= --linear-key-head-dim=
 --linear-value-head-dim= --linear-num-key-heads= --linear-num-value-heads=
-[ignored] means something only with --qk-clip, which megalite refuses
+[ignored] has an effect only with --qk-clip, which megalite refuses
 --qk-clip-alpha= --qk-clip-threshold=
-[ignored] means something only with --position-embedding-type mrope or relative, which megalite refuses
+[ignored] has an effect only with --position-embedding-type mrope or relative, which megalite refuses
 --relative-attention-num-buckets= --relative-attention-max-distance=
 --mrope-section+=
-[ignored] so it is unless --no-yarn-correction-range-round-to-int is given
+[ignored] this is the default; --no-yarn-correction-range-round-to-int turns it off
 --yarn-correction-range-round-to-int
-[ignored] means something only with --hybrid-layer-pattern, which megalite refuses
+[ignored] has an effect only with --hybrid-layer-pattern, which megalite refuses
 --mamba-state-dim= --mamba-head-dim= --mamba-num-groups= --mamba-num-heads= --mamba-training-ssm-states-dtype=
 --disable-mamba-mem-eff-path --gdp-num-householder= --gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute=
-[ignored] means something only with --mtp-num-layers, which megalite refuses
+[ignored] has an effect only with --mtp-num-layers, which megalite refuses
 --mtp-standalone --mtp-loss-scaling-factor= --mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm
 --mtp-hybrid-override-pattern=
-[ignored] means something only with --enable-mhc-connections, which megalite refuses
+[ignored] has an effect only with --enable-mhc-connections, which megalite refuses
 --mhc-num-residual-streams= --mhc-sinkhorn-iterations= --mhc-init-gating-factor= --mhc-recompute-layer-num=
-[ignored] means something only with --use-mup, which megalite refuses
+[ignored] has an effect only with --use-mup, which megalite refuses
 --mup-width-mult= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult= --mup-base-head-dim=
 --mup-attn-scale-power=
-[ignored] means something only with --optimizer muon or lion, which megalite refuses
+[ignored] has an effect only with --optimizer muon or lion, which megalite refuses
 --muon-momentum= --muon-no-split-qkv --muon-nesterov --muon-scale-mode= --muon-fp32-matmul-prec=
 --muon-coefficient-type= --muon-num-ns-steps= --muon-tp-mode= --muon-use-syrk --muon-extra-scale-factor=
 --muon-scalar-optimizer= --lion-beta1= --lion-beta2=
-[ignored] means something only with --use-precision-aware-optimizer, which megalite refuses
+[ignored] has an effect only with --use-precision-aware-optimizer, which megalite refuses
 --main-grads-dtype= --main-params-dtype= --exp-avg-dtype= --exp-avg-sq-dtype=
-[ignored] means something only with --use-megatron-fsdp or --use-torch-fsdp2, which megalite refuses
+[ignored] has an effect only with --use-megatron-fsdp or --use-torch-fsdp2, which megalite refuses
 --megatron-fsdp-version= --fsdp-manual-registration --fsdp-double-buffer --torch-fsdp2-no-reshard-after-forward
 --megatron-fsdp-main-params-dtype= --megatron-fsdp-main-grads-dtype= --megatron-fsdp-grad-comm-dtype=
 --megatron-fsdp-enable-fine-grained-param-gather --megatron-fsdp-max-pool-double-buffer
 --fsdp-db-use-persist-buf-on-alloc-fail --enable-full-sharding-in-hsdp
-[ignored] means something only with --fp4-format, which megalite refuses
+[ignored] has an effect only with --fp4-format, which megalite refuses
 --fp4-recipe= --fp4-quantizer-factory= --fp4-param-gather
-[ignored] means something only with --use-kitchen-attention, which megalite refuses
+[ignored] has an effect only with --use-kitchen-attention, which megalite refuses
 --kitchen-attention-backend=
-[ignored] means something only with --batch-invariant-mode, which megalite refuses
+[ignored] has an effect only with --batch-invariant-mode, which megalite refuses
 --batch-invariant-backend=
-[ignored] means something only with --hybrid-context-parallel, which megalite refuses
+[ignored] has an effect only with --hybrid-context-parallel, which megalite refuses
 --max-seqlen-per-dp-cp-rank=
-[ignored] means something only with --fine-grained-activation-offloading, which megalite refuses
+[ignored] has an effect only with --fine-grained-activation-offloading, which megalite refuses
 --offload-modules+= --min-offloaded-tensor-size= --delay-offload-until-cuda-graph
 --delta-offload-bytes-across-pp-ranks= --activation-offload-fraction= --fine-grained-offloading-max-inflight-offloads=
-[ignored] means something only with --cpu-offloading-num-layers, which megalite refuses
+[ignored] has an effect only with --cpu-offloading-num-layers, which megalite refuses
 --cpu-offloading-retain-pinned-cpu-buffers
-[ignored] means something only with --fim-data, which megalite refuses
+[ignored] has an effect only with --fim-data, which megalite refuses
 --fim-rate= --fim-spm-rate= --fim-split-sample= --fim-fragment-rate= --fim-no-prefix= --fim-prefix-token=
 --fim-middle-token= --fim-suffix-token= --fim-pad-token= --fim-eod-token=
-[ignored] means something only with --sft, which megalite refuses
+[ignored] has an effect only with --sft, which megalite refuses
 --sft-tokenizer-prompt-format=
-[ignored] means something only with --logits-save-dir or --logits-load-dir, which megalite refuses
+[ignored] has an effect only with --logits-save-dir or --logits-load-dir, which megalite refuses
 --logits-save-top-k= --logits-save-top-p= --logits-save-top-p-min-k= --logits-save-dtype=
 --logits-load-decode-threads= --logits-load-prefetch-factor= --logits-load-msc-prefetch-depth=
 --logits-load-kd-loss-alpha= --logits-load-ignore-errors
-[ignored] means something only with --inprocess-restart or --enable-ft-package, which megalite refuses
+[ignored] has an effect only with --inprocess-restart or --enable-ft-package, which megalite refuses
 --inprocess-max-iterations= --inprocess-monitor-thread-interval= --inprocess-monitor-process-interval=
 --inprocess-progress-watchdog-interval= --inprocess-heartbeat-interval= --inprocess-soft-timeout=
 --inprocess-hard-timeout= --inprocess-heartbeat-timeout= --inprocess-barrier-timeout= --inprocess-completion-timeout=
 --inprocess-last-call-wait= --inprocess-termination-grace-time= --inprocess-granularity=
 --inprocess-active-world-size= --inprocess-empty-cuda-cache --calc-ft-timeouts --ft-num-warmup-iters=
-[ignored] means something only with --fault-injector-ranks or --fault-injector-num-ranks, which megalite refuses
+[ignored] has an effect only with --fault-injector-ranks or --fault-injector-num-ranks, which megalite refuses
 --fault-injector-fault-types= --fault-injector-fault-probabilities= --fault-injector-fault-delay=
 --fault-injector-delay-start-iteration= --fault-injector-mtti-seconds= --fault-injector-offset-seconds=
 --fault-injector-seed=
@@ -272,52 +272,52 @@ TABLE = """
 --dino-local-img-size= --dino-local-crops-number= --dino-head-hidden-size= --dino-bottleneck-size=
 --dino-freeze-last-layer= --dino-norm-last-layer --dino-warmup-teacher-temp= --dino-teacher-temp=
 --dino-warmup-teacher-temp-epochs=
-[ignored] there are no experimental parts to enable
+[ignored] megalite has no experimental features
 --enable-experimental
 [changes results] other kinds of attention
 --multi-latent-attention --experimental-attention-variant= --linear-attention-freq= --softmax-type=vanilla
 --qk-l2-norm --qk-clip --attention-output-gate --use-kitchen-attention --window-attn-skip-freq=
 [changes results] other kinds of positions
 --rope-type=rope --no-rope-freq=
-[changes results] other layers than GPT's
+[changes results] layers that GPT does not have
 --hybrid-layer-pattern= --hybrid-override-pattern= --is-hybrid-model --heterogeneous-layers-config-path=
 --heterogeneous-layers-config-encoded-json= --spec*=local --enable-mhc-connections
 --apply-residual-connection-post-layernorm --quick-geglu --glu-linear-offset=0.0 --activation-func-clamp-value=
 --decoder-num-layers= --decoder-seq-length=
 [changes results] multi-token prediction
 --mtp-num-layers=0
-[changes results] another initialisation of the weights
+[changes results] another weight initialisation
 --use-mup --embedding-init-method-std= --init-method-xavier-uniform --data-parallel-random-init
-[changes results] other rules of the update
+[changes results] other update rules
 --apply-wd-to-qk-layernorm --no-weight-decay-cond-type= --freeze-all-layers --iterations-to-skip+=
 --result-rejected-tracker-filename= --decrease-batch-size-if-needed --phase-transition-iterations=
-[changes results] number formats that are not offered
+[changes results] number formats that megalite does not have
 --fp32-residual-connection --fp16-lm-cross-entropy --output-logit-dtype= --disable-bf16-reduced-precision-matmul
 --fp8-quantizer-factory= --no-fp8-wgrad/--disable-fp8-wgrad --fp8-output-proj --num-layers-at-start-in-bf16=1
 --num-layers-at-end-in-bf16=1 --fp4-format= --te-precision-config-file= --use-precision-aware-optimizer
 --ddp-reduce-scatter-with-fp32-accumulation
 [changes results] other training tasks
 --perform-rl-step --fim-data --vision-pretraining --logits-load-dir=
-[changes results] vocabulary and special tokens come from the tokenizer alone
+[changes results] vocabulary and special tokens come only from the tokenizer
 --vocab-extra-ids=0 --null-tokenizer-eod-id= --null-tokenizer-pad-id=-1 --tokenizer-metadata=
 --tokenizer-special-tokens+= --tiktoken-num-special-tokens=1000 --tokenizer-sentencepiece-legacy
 --no-tokenizer-sentencepiece-ignore-extra-whitespaces/--disable-tokenizer-sentencepiece-ignore-extra-whitespaces
 --tokenizer-hf-no-include-special-tokens
-[changes results] another order of samples
+[changes results] another sample order
 --mid-level-dataset-surplus=0.005
 [not built] mixture of experts
 --num-experts=0 --moe-use-upcycling
 [not built] running code that comes with a tokenizer
 --trust-remote-code
-[not built] further ways to cut the work
+[not built] other kinds of parallelism
 --tensor-parallel-num-weight-shards= --expert-tensor-parallel-num-weight-shards=
 --hierarchical-context-parallel-sizes+= --hybrid-context-parallel --cp-comm-type+=p2p
 --pipeline-model-parallel-layout= --outer-dp-sharding-strategy=no_shard --fake-process-group
-[not built] further ways to save memory
+[not built] other ways to save memory
 --distribute-saved-activations --cpu-offloading-num-layers=0 --fine-grained-activation-offloading
-[not built] bit-equal results for every batch size
+[not built] bitwise equal results for every batch size
 --batch-invariant-mode
-[not built] other evaluation than that of training's batches
+[not built] evaluation with other batches than training's
 --start-eval-at-iter= --eval-global-batch-size= --eval-micro-batch-size= --multiple-validation-sets
 --validation-set-names+=
 [not built] other sources of data
@@ -325,15 +325,15 @@ TABLE = """
 [not built] other sources of settings
 --yaml-cfg= --use-mp-args-from-checkpoint-args
 --no-use-tokenizer-model-from-checkpoint-args/--disable-use-tokenizer-model-from-checkpoint-args
-[not built] other checkpoints than DCP files, at --save-interval
+[not built] other checkpoint formats, or saves at other times than --save-interval
 --ckpt-format=torch_dist|torch_dcp --dist-ckpt-format=torch_dist|torch_dcp --ckpt-convert-format= --ckpt-convert-save=
 --non-persistent-save-interval= --load-main-params-from-ckpt --override-ckpt-iteration=
 [not built] writing other files during training
 --save-params-interval= --save-activations-interval= --save-tokens-per-expert-interval= --save-wgrads-interval=
 --save-dgrads-interval= --logits-save-dir= --dump-param-to-param-group-map=
-[not built] restarts and deliberate faults
+[not built] restarts and fault injection
 --inprocess-restart --enable-ft-package --error-injection-rate=0 --fault-injector-ranks= --fault-injector-num-ranks=
-[not built] another signal than SIGTERM and SIGINT
+[not built] other signals than SIGTERM and SIGINT
 --exit-signal=SIGTERM
 [use instead] --micro-batch-size
 --batch-size=
@@ -364,8 +364,8 @@ EARLIER = """
 --DDP-impl= --use-contiguous-buffers-in-local-ddp --no-contiguous-buffers-in-local-ddp
 --no-async-tensor-model-parallel-allreduce --no-scatter-gather-tensors-in-pipeline --delay-grad-reduce
 --no-delay-grad-reduce --delay-param-gather
-[ignored] always so here
+[ignored] megalite always does this
 --no-query-key-layer-scaling --log-batch-size-to-tensorboard --log-learning-rate-to-tensorboard
-[ignored] there is one kind of dataset
+[ignored] there is only one kind of dataset
 --data-impl=
 """

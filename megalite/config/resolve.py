@@ -73,9 +73,9 @@ def parse_split(text: str) -> list[float]:
     try:
         weights = [float(word) for word in words]
     except ValueError:
-        raise ValueError(f"{text} is not three numbers like {DEFAULT_SPLIT}") from None
+        raise ValueError(f"{text} is not three numbers such as {DEFAULT_SPLIT}") from None
     if not 1 <= len(weights) <= 3 or not all(0 <= weight < float("inf") for weight in weights) or sum(weights) <= 0:
-        raise ValueError(f"{text} is not one to three weights, none negative and not all 0, like {DEFAULT_SPLIT}")
+        raise ValueError(f"{text} must be one to three weights, none negative and not all 0, such as {DEFAULT_SPLIT}")
     return weights + [0.0] * (3 - len(weights))
 
 
@@ -85,7 +85,7 @@ def parse_window(text: str) -> tuple[int, int]:
     try:
         left, right = (int(part) for part in text.strip("() ").split(","))
     except ValueError:
-        raise ValueError(f"{text} is not LEFT,RIGHT like 128,0") from None
+        raise ValueError(f"{text} must be LEFT,RIGHT, such as 128,0") from None
     return left, right
 
 

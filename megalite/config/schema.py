@@ -23,19 +23,19 @@ from megalite.config.values import misfit
 
 @dataclass
 class LayoutConfig:
-    """How the work is cut over processes."""
+    """How the work is split over processes."""
 
-    tensor_model_parallel_size: int = flag(1, "ranks that share every layer's matrices")
-    pipeline_model_parallel_size: int = flag(1, "stages that share the layers")
+    tensor_model_parallel_size: int = flag(1, "ranks that each hold a part of every layer's matrices (TP)")
+    pipeline_model_parallel_size: int = flag(1, "stages that each hold a part of the layers (PP)")
     context_parallel_size: int = flag(1, "ranks that share every sequence", planned="context parallelism")
     expert_model_parallel_size: int = flag(1, "ranks that share the experts", planned="expert parallelism")
-    sequence_parallel: bool = flag(False, "cut activations between blocks along the sequence over the TP ranks")
+    sequence_parallel: bool = flag(False, "split activations between blocks along the sequence over the TP ranks")
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "layers in one model chunk of the interleaved schedule"
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "model chunks of each pipeline rank; default 1")
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
-        None, "microbatches that one chunk runs before the next chunk; default: the pipeline size"
+        None, "microbatches that one chunk runs before the next chunk starts; default: the pipeline size"
     )
     decoder_first_pipeline_num_layers: int | None = flag(
         None, "layers on the first stage; default: as many as on the others"
@@ -43,17 +43,17 @@ class LayoutConfig:
     decoder_last_pipeline_num_layers: int | None = flag(
         None, "layers on the last stage; default: as many as on the others"
     )
-    account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as a layer when cutting stages")
-    account_for_loss_in_pipeline_split: bool = flag(False, "count the output layer as a layer when cutting stages")
+    account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as a layer when splitting stages")
+    account_for_loss_in_pipeline_split: bool = flag(False, "count the output layer as a layer when splitting stages")
     pipeline_schedule: str = flag(
         "auto",
-        "order of a pipeline's work; auto: interleaved where virtual stages are asked for, else 1f1b",
+        "pipeline schedule; auto: interleaved if virtual stages are given, else 1f1b",
         choices=("auto", "gpipe", "1f1b", "interleaved", "zb-h1"),
     )
     distributed_backend: str | None = flag(
         None, "communication library; default nccl on CUDA, gloo on CPU", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: float = flag(10, "longest time of one collective operation; the run ends after it")
+    distributed_timeout_minutes: float = flag(10, "timeout of one collective operation; then the run fails")
     use_distributed_optimizer: bool = flag(False, "shard the optimizer's state over data-parallel ranks (ZeRO-1)")
     data_parallel_sharding_strategy: str | None = flag(
         None,
@@ -65,9 +65,9 @@ class LayoutConfig:
     ddp_bucket_size: int | None = flag(
         None,
         "parameters in one bucket of gradients; default: all of a chunk, or with --overlap-grad-reduce the larger of "
-        "40 million and 1 million a data-parallel rank",
+        "40 million and 1 million per data-parallel rank",
     )
-    device: str = flag("auto", "where to run; auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    device: str = flag("auto", "where to run; auto: cuda if there is a GPU", choices=("auto", "cpu", "cuda"))
     threads_per_rank: int | None = flag(None, "CPU threads of each process; default: cores / processes on this machine")
 
 
@@ -89,11 +89,11 @@ class OptimizerConfig:
     sgd_momentum: float = flag(0.9, "momentum of SGD")
     adam_backend: str = flag(
         "torch",
-        "whose fused Adam: torch's, NVIDIA Apex's or Transformer Engine's (these two on CUDA)",
+        "library of the fused Adam: PyTorch, or on CUDA NVIDIA Apex or Transformer Engine",
         choices=("torch", "apex", "te"),
     )
-    optimizer_cpu_offload: bool = flag(False, "keep main parameters and moments on the host and update them there")
-    optimizer_offload_fraction: float = flag(1.0, "share of the state kept on the host")
+    optimizer_cpu_offload: bool = flag(False, "keep main parameters and moments in host memory and update them there")
+    optimizer_offload_fraction: float = flag(1.0, "share of this state kept in host memory")
 
 
 @dataclass
@@ -124,7 +124,7 @@ class LearningRateConfig:
     )
     override_opt_param_scheduler: bool = flag(
         False,
-        "on resume, use the command line's schedule and do not report the difference from the checkpoint's",
+        "on resume, use the command line's schedule, without a message if it differs from the checkpoint's",
         name="--override-opt_param-scheduler",
         aliases=("--override-opt-param-scheduler",),
     )
@@ -144,16 +144,16 @@ class TrainingConfig:
     global_batch_size: int | None = flag(None, "sequences per step; default micro batch x data-parallel size")
     rampup_batch_size: list[int] | None = flag(
         None,
-        "START INCREMENT SAMPLES: the global batch begins at START and grows by INCREMENT, in equal parts of SAMPLES",
+        "START INCREMENT SAMPLES: the global batch starts at START and grows by INCREMENT, in equal parts of SAMPLES",
     )
     step_batch_size_schedule: list[str] | None = flag(
         None, "TOKENS:SIZE ...: after TOKENS tokens the global batch has SIZE sequences; K, M, B, T are powers of 1000"
     )
     train_iters: int | None = flag(None, "steps to train")
-    train_samples: int | None = flag(None, "sequences to train, instead of --train-iters")
+    train_samples: int | None = flag(None, "sequences to train on, instead of --train-iters")
     exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of this")
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes")
-    exit_signal_handler: bool = flag(False, "on SIGTERM or SIGINT finish the step, save and exit 0")
+    exit_signal_handler: bool = flag(False, "on SIGTERM or SIGINT finish the step, save and exit with status 0")
     seed: int = flag(1234, "seed of initialisation, data order and dropout")
     recompute_activations: bool = flag(False, "the same as --recompute-granularity selective")
     recompute_granularity: str | None = flag(None, "what to recompute in the backward", choices=("full", "selective"))
@@ -170,14 +170,14 @@ class TrainingConfig:
     )
     nan_action: str | None = flag(
         None,
-        "when loss or gradient norm isn't finite: stop, or skip the step on all ranks; default stop, skip with --fp16",
+        "what to do if loss or gradient norm isn't finite: stop, or skip the step; default stop, with --fp16 skip",
         choices=("stop", "skip"),
     )
-    max_skips_in_a_row: int = flag(50, "stop once this many steps one after another were skipped, in any precision")
+    max_skips_in_a_row: int = flag(50, "stop after this many skipped steps in a row, in any precision")
     compile: bool = flag(
         False, "torch.compile each transformer layer; needs a C++ compiler", planned="torch.compile of the layers"
     )
-    dump_grads: str | None = flag(None, "folder for every parameter's full gradient at this process's first step")
+    dump_grads: str | None = flag(None, "folder for every parameter's full gradient at the first step of this run")
 
 
 @dataclass
@@ -186,7 +186,7 @@ class PrecisionConfig:
 
     bf16: bool = flag(False, "bfloat16 parameters and activations, fp32 main parameters")
     fp16: bool = flag(False, "float16 parameters and activations, fp32 main parameters, loss scaling")
-    fp64: bool = flag(False, "everything in float64: the proof mode")
+    fp64: bool = flag(False, "everything in float64, for proofs and tests")
     loss_scale: float | None = flag(None, "a fixed loss scale for --fp16; default: a dynamic one")
     initial_loss_scale: float = flag(4294967296, "first value of the dynamic loss scale")
     min_loss_scale: float = flag(1.0, "smallest value of the dynamic loss scale")
@@ -218,25 +218,25 @@ class DataConfig:
     train_data_path: list[str] | None = flag(None, "prefix or blend for training, instead of --data-path with --split")
     valid_data_path: list[str] | None = flag(None, "prefix or blend for validation")
     test_data_path: list[str] | None = flag(None, "prefix or blend for testing")
-    data_args_path: str | None = flag(None, "file with the words of --data-path")
+    data_args_path: str | None = flag(None, "file with the arguments of --data-path")
     data_cache_path: str | None = flag(None, "folder for the sample indices; default: cache/ beside each dataset")
-    mmap_bin_files: bool = flag(True, "read .bin files instead of mapping them", name="--no-mmap-bin-files")
-    mock_data: bool = flag(False, "made documents, from a rule that a model can learn, instead of files")
+    mmap_bin_files: bool = flag(True, "read .bin files instead of memory-mapping them", name="--no-mmap-bin-files")
+    mock_data: bool = flag(False, "generated documents with a pattern that a model can learn, instead of files")
     seq_length: int | None = flag(None, "tokens in a sequence")
     num_workers: int = flag(2, "data-loader processes per rank")
     dataloader_type: str | None = flag(
         None,
-        "single: one pass in sample order (default); cyclic: reshuffled passes (default with --sft-data)",
+        "single: read samples in order (default); cyclic: shuffle each pass (default with --sft-data)",
         choices=("single", "cyclic"),
     )
-    reset_position_ids: bool = flag(False, "positions start again after each end of document")
+    reset_position_ids: bool = flag(False, "positions restart at 0 after each end of document")
     reset_attention_mask: bool = flag(False, "no attention between tokens of different documents")
-    eod_mask_loss: bool = flag(False, "no loss at positions whose input is an end of document")
+    eod_mask_loss: bool = flag(False, "no loss at positions whose input is an end-of-document token")
 
 
 @dataclass
 class TokenizerConfig:
-    """From text to ids."""
+    """How text becomes token ids."""
 
     tokenizer_type: str | None = flag(
         None,
@@ -254,12 +254,12 @@ class TokenizerConfig:
     vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer")
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
     vocab_size: int | None = flag(
-        None, "ids of NullTokenizer, without its end of document; for other tokenizers, the number that they must have"
+        None, "number of ids of NullTokenizer, without its end of document; other tokenizers must have this many ids"
     )
     parse_special_tokens: bool = flag(
         False,
-        "special tokens spelled out in documents and messages (<|endoftext|>) become these tokens, not text; those of "
-        "a prompt always do",
+        "read special tokens written in documents and messages (<|endoftext|>) as tokens, not as text; in a prompt "
+        "they are always tokens",
     )
 
 
@@ -273,16 +273,16 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = flag(None, "keep only checkpoints at multiples of this, and the newest")
     keep_last_checkpoints: int | None = flag(None, "keep only this many newest checkpoints")
-    load: str | None = flag(None, "folder to resume from; a run without a checkpoint there starts from the beginning")
+    load: str | None = flag(None, "folder to resume from; if it has no checkpoint, training starts from the beginning")
     ckpt_step: int | None = flag(None, "iteration to load instead of the newest")
-    finetune: bool = flag(False, "load weights alone and start at iteration 0")
-    pretrained_checkpoint: str | None = flag(None, "folder to take weights from while --load has no checkpoint")
+    finetune: bool = flag(False, "load only the weights and start at iteration 0")
+    pretrained_checkpoint: str | None = flag(None, "folder to load weights from if --load has no checkpoint")
     save_optim: bool = flag(True, "do not save the optimizer's state", name="--no-save-optim")
     save_rng: bool = flag(True, "do not save the dropout seed", name="--no-save-rng")
     load_optim: bool = flag(True, "do not load the optimizer's state", name="--no-load-optim")
     load_rng: bool = flag(True, "do not load the dropout seed: use --seed", name="--no-load-rng")
     use_checkpoint_args: bool = flag(False, "take network and tokenizer flags that you leave out from the checkpoint")
-    exit_on_missing_checkpoint: bool = flag(False, "fail where --load holds no checkpoint, instead of starting fresh")
+    exit_on_missing_checkpoint: bool = flag(False, "fail if --load has no checkpoint, instead of starting a new run")
     async_save: bool = flag(False, "write checkpoints in the background", planned="asynchronous save")
 
 
@@ -290,7 +290,7 @@ class CheckpointConfig:
 class ValidationConfig:
     """Evaluation during and after training."""
 
-    eval_iters: int = flag(100, "global batches per evaluation; 0: none")
+    eval_iters: int = flag(100, "global batches per evaluation; 0: no evaluation")
     eval_interval: int | None = flag(None, "steps between evaluations; default: only at the end")
     skip_train: bool = flag(False, "evaluate only")
     full_validation: bool = flag(False, "evaluate on the whole validation and test set each time")
@@ -302,21 +302,21 @@ class LoggingConfig:
 
     log_interval: int = flag(100, "steps between log lines")
     log_throughput: bool = flag(False, "TFLOP/s per device in the log line")
-    log_params_norm: bool = flag(False, "the parameters' norm in the log line")
+    log_params_norm: bool = flag(False, "norm of the parameters in the log line")
     log_top_grad_norms: int = flag(0, "how many of the largest gradient norms to print, with their parameters' names")
     log_memory: bool = flag(False, "print each rank's memory after the first step, measured and predicted")
-    log_num_zeros_in_grad: bool = flag(False, "zeros in the gradient in the log line")
+    log_num_zeros_in_grad: bool = flag(False, "number of zeros in the gradient in the log line")
     timing_log_level: int = flag(0, "detail of timers in the log: 0, 1 or 2", choices=(0, 1, 2))
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard")
     tensorboard_log_interval: int = flag(1, "steps between TensorBoard points")
-    log_memory_to_tensorboard: bool = flag(False, "memory in TensorBoard")
+    log_memory_to_tensorboard: bool = flag(False, "write memory use to TensorBoard")
     wandb_project: str | None = flag(None, "Weights & Biases project; needs the wandb package")
     wandb_exp_name: str | None = flag(None, "Weights & Biases run name")
-    profile: bool = flag(False, "torch.profiler trace of some steps")
+    profile: bool = flag(False, "write a torch.profiler trace of some steps")
     profile_step_start: int = flag(10, "first profiled step")
-    profile_step_end: int = flag(12, "step at which profiling ends")
-    metrics_file: str | None = flag(None, "file for one JSON object per step, full precision")
-    timeline: str | None = flag(None, "folder for one file a rank: each pipeline action with its times, as a JSON line")
+    profile_step_end: int = flag(12, "step at which profiling ends (not included)")
+    metrics_file: str | None = flag(None, "file for one JSON object per step, at full precision")
+    timeline: str | None = flag(None, "folder for one file per rank: a JSON line per pipeline action, with its times")
 
 
 @dataclass

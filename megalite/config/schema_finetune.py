@@ -1,4 +1,4 @@
-"""The sections of a run's description that finetune.py alone has."""
+"""The configuration of fine-tuning, which only finetune.py has."""
 
 # ruff: noqa: RUF009 (flag() makes a dataclass field, so a list in it is not shared)
 
@@ -12,49 +12,49 @@ HUBS = ("huggingface", "modelscope")
 
 
 def unnamed_classes(count: int) -> list[str]:
-    """What transformers calls classes that nobody named."""
+    """The default names that transformers gives to classes."""
     return [f"LABEL_{number}" for number in range(count)]
 
 
 @dataclass
 class FinetuneConfig:
-    """Teaching a model that exists: finetune.py alone."""
+    """Fine-tuning, in finetune.py only."""
 
     load_hf: str | None = flag(
         None,
-        "Hugging Face folder, or OWNER/NAME of a model on a hub, to take network, weights, tokenizer and chat template "
-        "from",
+        "Hugging Face folder, or OWNER/NAME of a model on a hub, that gives network, weights, tokenizer and chat "
+        "template",
     )
     hub: str = flag("huggingface", "where --load-hf OWNER/NAME is downloaded from", choices=HUBS)
     ignore_config_field: list[str] | None = flag(
         None,
-        "fields of the model's config.json that aren't understood and that you know to change nothing",
+        "unknown fields of the model's config.json that you know don't change what the model computes",
         repeatable=True,
     )
     task: str | None = flag(
         None,
-        "lm: next tokens of --data-path; sft: answers of --sft-data; classification: labels of --sft-data; default sft "
-        "with --sft-data, else lm",
+        "lm: train on the text of --data-path; sft: on the answers of --sft-data; classification: on its labels; "
+        "default sft with --sft-data, else lm",
         choices=("lm", "sft", "classification"),
     )
     sft_data: list[str] | None = flag(
         None,
-        "JSON lines, or a JSON list, of messages, conversations (ShareGPT), instruction and output (Alpaca), or prompt "
-        "and completion; with --task classification of text and label",
+        "files of JSON lines, or of one JSON list, with messages, conversations (ShareGPT), instruction and output "
+        "(Alpaca), or prompt and completion; with --task classification: text and label",
     )
-    train_epochs: int | None = flag(None, "passes over --sft-data to train, instead of --train-iters")
-    sft_valid_data: list[str] | None = flag(None, "the same for validation")
-    sft_valid_share: float = flag(0.0, "share of --sft-data that validation gets, where it has no files of its own")
-    sft_packing: bool = flag(False, "several samples in a row, each with attention and positions of its own")
+    train_epochs: int | None = flag(None, "passes over --sft-data, instead of --train-iters")
+    sft_valid_data: list[str] | None = flag(None, "files for validation, in the format of --sft-data")
+    sft_valid_share: float = flag(0.0, "share of --sft-data for validation, if --sft-valid-data isn't given")
+    sft_packing: bool = flag(False, "pack several samples into one row, each with its own attention and positions")
     sft_long_answers: str = flag(
-        "error", "what becomes of a sample whose answers go beyond a row", choices=("error", "truncate", "drop")
+        "error", "what to do with a sample whose answers don't fit --seq-length", choices=("error", "truncate", "drop")
     )
     chat_template: str | None = flag(
-        None, "chatml, or a file: how conversations become text; default: the tokenizer's own template"
+        None, "how conversations become text: chatml, or a template file; default: the tokenizer's own template"
     )
     class_names: list[str] | None = flag(None, "the labels in order; default: those in --sft-data, sorted")
     eval_prompt: list[str] | None = flag(
         None,
-        "texts that the model answers after each validation, for you to read; may be given several times",
+        "prompts; after each validation the model's answers to them are printed; may be given several times",
         repeatable=True,
     )

@@ -1,4 +1,4 @@
-"""The section of a run's description that says what the network is."""
+"""The configuration of the network."""
 
 # ruff: noqa: RUF009 (flag() makes a dataclass field, so a list in it is not shared)
 
@@ -13,7 +13,7 @@ ROTARY = ("rope", "yarn", "dynamic", "longrope")  # kinds of positions that rota
 
 @dataclass
 class ModelConfig:
-    """The network. Everything that decides its parameters and its function."""
+    """The network: its parameters and what it computes."""
 
     preset: str | None = flag(
         None, "named model, e.g. gpt2-345m or llama-7b: sets the network flags that you leave out"
@@ -37,26 +37,26 @@ class ModelConfig:
     )
     rotary_base: float = flag(10000, "base of the rotary frequencies")
     rotary_percent: float = flag(1.0, "share of each head's width that is rotated")
-    rotary_interleaved: bool = flag(False, "rotate neighbouring pairs (GPT-J, GLM) instead of halves")
+    rotary_interleaved: bool = flag(False, "rotate pairs of neighbouring channels (GPT-J, GLM) instead of halves")
     use_rope_scaling: bool = flag(False, "scale rotary frequencies as Llama 3.1 does")
     rope_scaling_factor: float = flag(
-        8.0, "how many times longer sequences may get, with --use-rope-scaling, yarn, dynamic or longrope"
+        8.0, "new length / original length, with --use-rope-scaling, yarn, dynamic or longrope"
     )
-    rope_low_freq_factor: float = flag(1.0, "wavelengths above (original length / this) are scaled by the whole factor")
+    rope_low_freq_factor: float = flag(1.0, "wavelengths above (original length / this) are scaled by the full factor")
     rope_high_freq_factor: float = flag(4.0, "wavelengths below (original length / this) are not scaled")
-    rope_original_max_position_embeddings: int = flag(8192, "longest sequence before the scaling")
+    rope_original_max_position_embeddings: int = flag(8192, "original length: longest sequence before the scaling")
     rope_attention_factor: float | None = flag(
         None, "yarn and longrope: factor on cosines and sines; default: computed from --rope-scaling-factor"
     )
     yarn_beta_fast: float | None = flag(
-        None, "yarn: pairs with more rotations than this in the original length are not scaled; default 32"
+        None, "yarn: channel pairs with more rotations than this in the original length are not scaled; default 32"
     )
     yarn_beta_slow: float | None = flag(
-        None, "yarn: pairs with fewer rotations than this are scaled by the whole factor; default 1"
+        None, "yarn: channel pairs with fewer rotations than this are scaled by the full factor; default 1"
     )
     yarn_correction_range_round_to_int: bool = flag(
         True,
-        "yarn: do not round the first and last pair that --yarn-beta-fast and --yarn-beta-slow choose",
+        "yarn: do not round the channel pair numbers computed from --yarn-beta-fast and --yarn-beta-slow",
         name="--no-yarn-correction-range-round-to-int",
     )
     yarn_mscale: float | None = flag(
@@ -66,22 +66,22 @@ class ModelConfig:
         None, "yarn: weight of ln(factor) in the denominator of the attention factor; needs --yarn-mscale"
     )
     longrope_short_factor: list[float] | None = flag(
-        None, "longrope: factor of each pair, for sequences up to the original length"
+        None, "longrope: factor of each channel pair, for sequences up to the original length"
     )
-    longrope_long_factor: list[float] | None = flag(None, "longrope: factor of each pair, for longer sequences")
+    longrope_long_factor: list[float] | None = flag(None, "longrope: factor of each channel pair, for longer sequences")
     rotary_seq_len_interpolation_factor: float | None = flag(None, "linear scaling: divide positions by this")
     normalization: str = flag("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, "added to the variance in a norm")
-    apply_layernorm_1p: bool = flag(False, "store norm weights minus one, so that weight decay pulls them to one")
-    swiglu: bool = flag(False, "gated SiLU in the MLP")
+    apply_layernorm_1p: bool = flag(False, "store norm weights minus one, so that weight decay pulls them towards one")
+    swiglu: bool = flag(False, "gated SiLU (SwiGLU) in the MLP")
     squared_relu: bool = flag(False, "squared ReLU in the MLP")
     openai_gelu: bool = flag(False, "the tanh approximation of GELU in the MLP")
     add_bias_linear: bool = flag(True, "leave out the biases of the linear layers", name="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "biases in the QKV projection even with --disable-bias-linear")
     add_proj_bias: bool = flag(False, "a bias in the attention's output projection even with --disable-bias-linear")
     qk_layernorm: bool = flag(False, "normalise queries and keys per head")
-    untie_embeddings_and_output_weights: bool = flag(False, "an output layer of its own instead of the embedding table")
-    model_vocab_size: int | None = flag(None, "rows of the embedding table; default: the tokenizer's ids")
+    untie_embeddings_and_output_weights: bool = flag(False, "separate weights for the output layer and the embedding")
+    model_vocab_size: int | None = flag(None, "rows of the embedding table; default: the tokenizer's number of ids")
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary's rows in memory to a multiple of this x TP")
     window_size: str | None = flag(
         None,
@@ -89,7 +89,7 @@ class ModelConfig:
     )
     attention_backend: str = flag(
         "auto",
-        "attention kernel; unfused and local are plain matrix products, the others scaled_dot_product_attention",
+        "attention kernel; unfused and local: plain matrix products; the others: scaled_dot_product_attention",
         choices=("auto", "flash", "fused", "unfused", "local"),
     )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")

@@ -1,4 +1,4 @@
-"""What to say to a command with almost no flags: one message with a command that works, not a list of complaints."""
+"""The answer to a command with almost no flags: one message with a command that works, not a list of errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a value from a file is of its field's type: JSON keeps no promise about that."""
+"""Checks that a value from a JSON file has its field's type."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number",
 
 
 def misfit(annotation: str, value: Any) -> str | None:
-    """What a value should be that isn't of a field's type, as `list[int] | None`; None where it is."""
+    """The type that a value should have (such as `list[int] | None`) if it has another one, else None."""
     kind = annotation.removesuffix(" | None")
     if value is None:
         return None if kind != annotation else _described(kind)

@@ -67,10 +67,10 @@ def _blocks(dataset: IndexedDataset) -> Iterator[np.ndarray]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the loss. Returns the exit status."""
+    """Print the loss; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megalite.data.bigram", description=bigram_loss.__doc__)
-    parser.add_argument("--train", required=True, metavar="PREFIX", help="token files to count")
-    parser.add_argument("--valid", required=True, metavar="PREFIX", help="token files to predict")
+    parser.add_argument("--train", required=True, metavar="PREFIX", help="prefix of the training token files")
+    parser.add_argument("--valid", required=True, metavar="PREFIX", help="prefix of the validation token files")
     parser.add_argument("--vocab-size", required=True, type=int, help="largest possible id + 1")
     args = parser.parse_args(arguments)
     loss = bigram_loss(args.train, args.valid, args.vocab_size)

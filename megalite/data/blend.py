@@ -49,8 +49,8 @@ def parse_blend(items: Sequence[str], flag: str) -> Blend:
     for place, number in enumerate(numbers):
         if len(words) % 2 or (number is None) == (place % 2 == 0):
             raise UserError(
-                f"{flag} must be prefixes alone or WEIGHT PREFIX pairs; item {place + 1}, {words[place]!r}, breaks that"
-                f" (write a prefix that looks like a number with ./)"
+                f"{flag} must be only prefixes, or WEIGHT PREFIX pairs; item {place + 1}, {words[place]!r}, is wrong"
+                f" (begin a prefix that looks like a number with ./)"
             )
     weights = [number for number in numbers[::2] if number is not None]
     for word, weight in zip(words[::2], weights, strict=True):
@@ -71,7 +71,7 @@ def _number(word: str) -> float | None:
 
 def _checked(blend: Blend) -> Blend:
     if len(blend.prefixes) > MAX_MEMBERS:
-        raise UserError(f"{blend.flag} names {len(blend.prefixes)} prefixes; a blend holds {MAX_MEMBERS}")
+        raise UserError(f"{blend.flag} names {len(blend.prefixes)} prefixes; at most {MAX_MEMBERS} are possible")
     return blend
 
 

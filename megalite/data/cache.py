@@ -1,8 +1,8 @@
 """Arrays that are computed once and then mapped from disk by every process that needs them.
 
-The key idea: a file's name is a hash of all that its content depends on, so a file is either absent or right. Nobody
-waits for anybody: a process that finds no file builds the arrays itself and offers them under a temporary name that
-becomes the real one only where no other process was first. Existing files are never touched.
+The key idea: a file's name is a hash of all that its content depends on, so a file is either absent or right. No
+process waits for another: one that finds no file builds the arrays itself and writes them under a temporary name that
+becomes the real one only if no other process was first. Existing files are never touched.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def cached_arrays(
         try:
             return tuple(np.load(path, mmap_mode="r") for path in paths)
         except (OSError, ValueError) as error:
-            notes.append(f"index cache {stem} in {folder} is damaged ({error}); delete it, this run does without")
+            notes.append(f"index cache {stem} in {folder} is damaged ({error}): delete it; this run doesn't use it")
             return build()
     arrays = build()
     try:
@@ -61,8 +61,8 @@ def cached_arrays(
         return tuple(np.load(path, mmap_mode="r") for path in paths)
     except (UserError, OSError, ValueError) as error:
         notes.append(
-            f"cannot keep the sample index in {folder} ({error}), so every start builds it in memory: name a folder "
-            "that can be written with --data-cache-path"
+            f"cannot keep the sample index in {folder} ({error}), so every start builds it again: give a writable "
+            "folder with --data-cache-path"
         )
         return arrays
 

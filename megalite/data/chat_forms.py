@@ -1,4 +1,4 @@
-"""The forms in which files hold conversations and answers, as one: messages of role and content.
+"""Converts the formats in which files hold conversations and answers to one: messages with role and content.
 
 The key idea: every key of a message is read, means nothing because it is null or empty, or is refused. A key that was
 ignored would train something else than its writer meant.
@@ -31,8 +31,8 @@ FORMS = {
 PAIR = "prompt and completion"
 # Names and numbers of calls say which message answers which: a template may do without.
 _KEYS = ("role", "content", "name", "tool_call_id", "weight", "train")
-_OF_MESSAGES = ("weight", "train", "loss_mask", "chat_template_kwargs")  # would change much and mean nothing on a line
-_OUT_OF_LOSS = 'an answer stays out of the loss with "weight": 0 or "train": false in its message'
+_OF_MESSAGES = ("weight", "train", "loss_mask", "chat_template_kwargs")  # belong to a message, not to a line
+_OUT_OF_LOSS = 'to keep an answer out of the loss, put "weight": 0 or "train": false in its message'
 _SENDERS = {
     "human": "user",
     "user": "user",
@@ -58,12 +58,12 @@ def form_of(line: Line) -> str:
     """Which of FORMS a line has. Raises UserError where it has none or several."""
     for key in _OF_MESSAGES:
         if line.value.get(key) is not None:
-            raise line.error(f"the key {key} isn't read here: {_OUT_OF_LOSS}")
+            raise line.error(f"the key {key} is not supported: {_OUT_OF_LOSS}")
     found = [form for form, keys in FORMS.items() if line.value.keys() >= set(keys)]
     if len(found) == 1:
         return found[0]
     if found:
-        raise line.error(f"it has {' and also '.join(found)}: leave all but one of the forms out")
+        raise line.error(f"it has {' and also '.join(found)}: keep only one of these forms")
     there = ", ".join(list(line.value)[:8]) or "none"
     hint = "; labels are for --task classification" if "label" in line.value else ""
     raise line.error(
@@ -88,11 +88,11 @@ def conversation_of(line: Line, form: str, template: ChatTemplate) -> Conversati
         messages = _exchange(line)
     tools = _tools(line)
     if tools and not template.mentions("tools"):
-        raise line.error(f"it has tools, and the chat template {template.name} has no place for them: take them out")
+        raise line.error(f"it has tools, and the chat template {template.name} doesn't use them: remove them")
     checked = [_checked(line, number, message, template) for number, message in enumerate(messages, start=1)]
     if line.value.get("system"):
         if checked[0][0]["role"] == "system":
-            raise line.error("it has the key system and also a first message of the role system: leave one out")
+            raise line.error("it has both the key system and a first message with the role system: remove one")
         checked.insert(0, ({"role": "system", "content": _text(line, "system")}, False))
     trained = [n for n, (message, counts) in enumerate(checked) if message["role"] == "assistant" and counts]
     return Conversation([message for message, _ in checked], tools, trained)
@@ -113,7 +113,7 @@ def pair_of(line: Line) -> tuple[str, str]:
     """Prompt and completion of a line that has both."""
     for key in ("system", "tools"):
         if line.value.get(key):
-            raise line.error(f"it has {key} beside prompt and completion, which take no chat template: use messages")
+            raise line.error(f"it has {key} beside prompt and completion, which use no chat template: use messages")
     completion = _text(line, "completion")
     if not completion.strip():
         raise line.error("the completion is empty")
@@ -148,7 +148,7 @@ def _message_from(line: Line, turn: Any) -> Any:
 def _exchange(line: Line) -> list[Any]:
     """Question and answer of an Alpaca line; its input stands below the instruction."""
     if line.value.get("history"):
-        raise line.error("history isn't read: write the earlier turns as messages of role and content")
+        raise line.error("the key history is not supported: write the earlier turns as messages with role and content")
     question = _text(line, "instruction")
     if line.value.get("input"):
         question += "\n" + _text(line, "input")
@@ -166,7 +166,7 @@ def _checked(line: Line, number: int, message: Any, template: ChatTemplate) -> t
     for key, value in message.items():
         if key not in _KEYS and value not in (None, "", [], {}) and not template.reads(key):
             raise line.error(
-                f"message {number} has the key {shown(key)}, which nothing reads; known are {', '.join(_KEYS)}, and "
+                f"message {number} has the key {shown(key)}, which is not supported; known are {', '.join(_KEYS)}, and "
                 f"what the chat template {template.name} reads; {_OUT_OF_LOSS}"
             )
     counts = _counts(line, number, message)

@@ -40,7 +40,7 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # OpenAI's ChatML; where the tokenizer has no <|im_end|>, the end of a turn is its EOD.
 _CHATML_SOURCE = """{{ bos_token }}
 {%- for message in messages %}
-{%- if message.tool_calls %}{{ raise_exception("it has no form for tool_calls") }}{% endif %}
+{%- if message.tool_calls %}{{ raise_exception("this template doesn't support tool_calls") }}{% endif %}
 {{- "<|im_start|>" + message.role + "\\n" + message.content + end_of_turn + "\\n" }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}
@@ -177,8 +177,8 @@ class ChatTemplate:
             if messages:
                 raise
             raise UserError(
-                f"it begins with an answer, which the chat template {self.name} refuses: begin with a message of the "
-                "system or the user"
+                f"it begins with an answer, which the chat template {self.name} refuses: begin with a "
+                "system or user message"
             ) from None
 
     def _marked(

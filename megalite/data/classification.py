@@ -224,7 +224,7 @@ def _label(line: Line, names: Sequence[str] | None) -> str | int:
     if isinstance(label, str) and not label.strip():
         raise line.error("the label is empty")
     if names is not None and str(label) not in names:
-        raise line.error(f"label {shown(label)} is none of {', '.join(names)}")
+        raise line.error(f"label {shown(label)} must be one of {', '.join(names)}")
     return label
 
 

@@ -62,7 +62,7 @@ class SampleFormat:
         """A sample from S + 1 token ids, int64 [S + 1]. `first`: see `document_begins`.
 
         tokens, labels and position_ids int64 [S]; loss_mask bool [S], with --eod-mask-loss False where the label
-        begins another document, which can't be foreseen; with --reset-attention-mask also document_ids int32 [S].
+        begins another document, which can't be predicted; with --reset-attention-mask also document_ids int32 [S].
         """
         tokens, labels = text[:-1], text[1:]
         item = {"tokens": tokens, "labels": labels}

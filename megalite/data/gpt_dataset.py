@@ -91,7 +91,7 @@ def check_vocabulary(tokens: np.ndarray, vocab_size: int, prefix: str) -> None:
         bad = low if low < 0 else high
         raise UserError(
             f"{bin_path(prefix)} holds token id {bad}, but the vocabulary has {vocab_size} entries; "
-            f"it was written with another tokenizer than --tokenizer-type, --tokenizer-model or --vocab-size name"
+            f"it was made with another tokenizer than --tokenizer-type, --tokenizer-model or --vocab-size name"
         )
 
 
@@ -116,9 +116,9 @@ class SplitSummary:
             f"{self.samples_per_epoch:,} samples per epoch"
         )
         if self.whole:
-            return f"{held}; read whole, once, at each evaluation"
+            return f"{held}; each evaluation reads all of them once"
         repeated = " (data is repeated)" if self.epochs > 1 else ""
-        return f"{held}; this run draws {self.samples:,} samples = {self.epochs:.2f} epochs{repeated}"
+        return f"{held}; this run uses {self.samples:,} samples = {self.epochs:.2f} epochs{repeated}"
 
 
 @dataclass
@@ -227,7 +227,7 @@ class _Builder:
         if size > available:
             self.result.notes.append(
                 f"{source.name}: {source.blend.flag} without weights gives {available:,} samples; "
-                f"the run draws {size:,} and starts again in the same order"
+                f"the run needs {size:,}, so it repeats them in the same order"
             )
         self._summarise(source, members, [round(size * len(member) / available) for member in members])
         members = [member for member in members if len(member)]
@@ -245,7 +245,7 @@ class _Builder:
         if prefix not in self._corpora:
             corpus = IndexedDataset(prefix, self.config.data.mmap_bin_files)
             if corpus.dtype.kind not in "iu":
-                raise UserError(f"{prefix}.idx holds {corpus.dtype.name} values, not token ids")
+                raise UserError(f"{prefix}.idx holds {corpus.dtype.name} values, which can't be token ids")
             _scan(corpus, self.vocab_size)
             self._corpora[prefix] = corpus
         return self._corpora[prefix]

@@ -80,8 +80,8 @@ class IndexedDataset:
         held = self.num_tokens * self.dtype.itemsize
         if held != self._bin_size or (len(self) and self.sequence_pointers[0] != 0):
             raise UserError(
-                f"{idx_path(prefix)} is damaged: its lengths come to {held} bytes from byte "
-                f"{self.sequence_pointers[0]}, and {bin_path(prefix)} has {self._bin_size}; copy both files again or "
+                f"{idx_path(prefix)} is damaged: by its lengths there are {held} bytes from byte "
+                f"{self.sequence_pointers[0]}, but {bin_path(prefix)} has {self._bin_size}; copy both files again or "
                 "write them again"
             )
 
@@ -114,8 +114,8 @@ class IndexedDataset:
         expected = HEADER.size + 12 * sequences + 8 * boundaries
         if size not in (expected, expected + sequences):
             raise UserError(
-                f"{path} has {size} bytes where its header ({sequences} sequences, {boundaries - 1} documents) "
-                f"asks for {expected}; it is truncated or damaged, write it again"
+                f"{path} has {size} bytes, but by its header ({sequences} sequences, {boundaries - 1} documents) "
+                f"it needs {expected}; it is truncated or damaged, write it again"
             )
         self.dtype = DTYPES[code]
         raw = np.memmap(path, mode="r", dtype=np.uint8)
@@ -136,9 +136,9 @@ class IndexedDataset:
         if len(self):
             expected = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         if self._bin_size != expected:
-            state = "truncated" if self._bin_size < expected else "of another run than its index"
+            state = "truncated" if self._bin_size < expected else "not from the same run as its index"
             raise UserError(
-                f"{path} is {state}: {self._bin_size} bytes where {idx_path(self.prefix)} asks for {expected}; "
+                f"{path} is {state}: {self._bin_size} bytes, but by {idx_path(self.prefix)} it needs {expected}; "
                 f"copy both files again or write them again"
             )
 
@@ -196,8 +196,8 @@ class IndexedDataset:
             if wrong.size:
                 sequence, length, pointer = start + int(wrong[0]), lengths[wrong[0]], pointers[wrong[0]]
                 yield (
-                    f"{path} is damaged: sequence {sequence} has {length} tokens from byte {pointer}, which isn't "
-                    "where the one before it ends"
+                    f"{path} is damaged: sequence {sequence} has {length} tokens from byte {pointer}, but the "
+                    "sequence before it ends elsewhere"
                 )
                 break
             position += int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
@@ -221,7 +221,7 @@ def _missing(prefix: str, path: str) -> str:
         if prefix.endswith(suffix):
             return f"no file {path}; give the prefix without {suffix}: {prefix[: -len(suffix)]}"
     if os.path.isfile(bin_path(prefix)):
-        return f"no file {path} beside {bin_path(prefix)}; an interrupted run leaves no index, preprocess again"
+        return f"no file {path} beside {bin_path(prefix)}; an interrupted run leaves no index: preprocess again"
     return f"no file {path}; a data path is the prefix of a .bin and .idx pair"
 
 
@@ -317,7 +317,7 @@ class IndexedDatasetBuilder:
         if other.sequence_modes is not None:
             self._modes.frombytes(other.sequence_modes.tobytes())
         if len(self._modes) not in (0, len(self._lengths)):
-            raise UserError(f"{idx_path(prefix)}: some files have a mode for each sequence (multimodal), others none")
+            raise UserError(f"{idx_path(prefix)}: some files have a mode for each sequence (multimodal), others don't")
         for start in range(1, len(other.document_indices), _POINTER_CHUNK):
             self._boundaries.frombytes((other.document_indices[start : start + _POINTER_CHUNK] + offset).tobytes())
 

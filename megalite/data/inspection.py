@@ -19,7 +19,7 @@ def describe(prefix: str, tokenizer: Tokenizer | None, documents: int, tokens: i
     """Lines: header, counts, lengths of documents, and of the first `documents` up to `tokens` ids, with their text
     where there is a tokenizer. Raises UserError for files that are damaged or that the tokenizer can't have written."""
     if documents < 0 or tokens < 1:
-        raise FlagError(f"--documents {documents} --tokens {tokens}: at least 0 and 1 are needed")
+        raise FlagError(f"--documents {documents} --tokens {tokens}: they must be at least 0 and 1")
     data = IndexedDataset(prefix)
     for problem in data.problems():
         raise UserError(f"{problem}; copy both files again or write them again")
@@ -46,4 +46,4 @@ def _text(tokenizer: Tokenizer, ids: list[int], prefix: str) -> str:
     try:
         return tokenizer.detokenize(ids)
     except ValueError as error:
-        raise UserError(f"{prefix}: {error}; another tokenizer wrote it") from None
+        raise UserError(f"{prefix}: {error}; it was written with another tokenizer") from None

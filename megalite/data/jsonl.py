@@ -50,7 +50,7 @@ def read_lines(path: str, flag: str, progress: Progress | None = None) -> Iterat
     name = PurePath(path)
     suffix = PurePath(name.stem).suffix if name.suffix.lower() in COMPRESSED else name.suffix
     if os.path.isdir(path):
-        raise UserError(f"{flag} {path} is a folder: name its files")
+        raise UserError(f"{flag} {path} is a folder: give the files in it")
     if suffix.lower() not in (".jsonl", ".json"):
         raise UserError(f"{flag} {path}: JSON lines are needed (.jsonl, .json, + .gz, .zst)")
     if not os.path.isfile(path):
@@ -144,7 +144,7 @@ def _parse(path: str, number: int, data: bytes) -> Line:
 def _checked(line: Line, value: Any, source: str) -> Line:
     """The line with its value, which must be an object whose strings are text. `source`: its JSON."""
     if not isinstance(value, dict):
-        raise line.error(f"a JSON object is needed, not {shown(value)}")
+        raise line.error(f"it must be a JSON object, not {shown(value)}")
     if not source.isascii() or "\\u" in source:
         _check_text(line, json.dumps(value, ensure_ascii=False))
     return replace(line, value=value)
@@ -155,7 +155,7 @@ def _check_text(line: Line, text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
-        raise line.error(f"it holds {half}, half of a surrogate pair, which is no text") from None
+        raise line.error(f"it holds {half}, half of a surrogate pair, which is not valid text") from None
     found = next((sign for sign in NONCHARACTERS if sign in text), None)
     if found is not None:
-        raise line.error(f"it holds U+{ord(found):04X}, which is no character")
+        raise line.error(f"it holds U+{ord(found):04X}, which is not a character")

@@ -1,6 +1,6 @@
 """Microbatches in the order of `sampler`, read ahead by worker processes.
 
-The key idea: workers are hands without a will. Which samples come next is decided in the training process; a worker
+The key idea: workers decide nothing. Which samples come next is decided in the training process; a worker
 reads the ones named in a request and sends arrays back. It draws no random number, and the loader's own come from a
 private generator, so the training process's random state never depends on whether there is a loader.
 """
@@ -114,9 +114,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
-            raise UserError(
-                f"{error}; a worker that is killed often means too little memory: try --num-workers 0"
-            ) from error
+            raise UserError(f"{error}; a killed worker often means too little memory: try --num-workers 0") from error
         if isinstance(batch, _Failure):
             raise batch.error()
         microbatch = Microbatch.from_arrays(batch)

@@ -61,7 +61,7 @@ def _pairs_in(folder: str) -> list[str]:
     for stem in sorted(stems):
         for path in (bin_path(stem), idx_path(stem)):
             if path not in names:
-                raise UserError(f"--input {folder}: {path} is missing, half of a pair")
+                raise UserError(f"--input {folder}: {path} is missing; each .bin needs its .idx")
     return [os.path.join(folder, stem) for stem in sorted(stems)]
 
 

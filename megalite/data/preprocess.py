@@ -109,8 +109,8 @@ def preprocess(
     after = (require_eod(tokenizer, "--append-eod"),) if options.append_eod else ()
     if any(tokenizer.template()):
         report(
-            "note: documents are the ids of the text alone, without what the tokenizer's own template puts around it; "
-            "--prepend-bos and --append-eod add its begin and the EOD"
+            "note: documents contain only the ids of the text, without the special tokens that the tokenizer's own "
+            "template adds; --prepend-bos and --append-eod add its first ids and the EOD"
         )
     dtype = np.dtype(best_dtype(tokenizer.vocab_size))
     settings = EncoderSettings(
@@ -135,8 +135,8 @@ def preprocess(
             builder.finalize()
     if max(summary.documents.values()) == 1:
         report(
-            "note: this is one document, and a split into train, valid and test needs several; "
-            "--text-documents paragraph cuts plain text at blank lines"
+            "note: this is one document, but a split into train, valid and test needs several; "
+            "--text-documents paragraph splits plain text at blank lines"
         )
     return summary
 
@@ -146,11 +146,11 @@ def _checked(options: PreprocessOptions) -> list[str]:
     paths = expand_inputs(options.inputs)
     check_keys(paths, options.json_keys)
     if options.workers < 1:
-        raise FlagError(f"--workers {options.workers}: at least 1 is needed")
+        raise FlagError(f"--workers {options.workers} must be at least 1")
     if options.log_interval < 1:
-        raise FlagError(f"--log-interval {options.log_interval}: at least 1 is needed")
+        raise FlagError(f"--log-interval {options.log_interval} must be at least 1")
     if not os.path.basename(options.output_prefix):
-        raise FlagError(f"--output-prefix {options.output_prefix!r} is a folder; add the beginning of a file name")
+        raise FlagError(f"--output-prefix {options.output_prefix!r} is a folder; add the start of a file name")
     return paths
 
 
@@ -158,7 +158,7 @@ def _begin(tokenizer: Tokenizer) -> tuple[int, ...]:
     """What `--prepend-bos` asks for."""
     before, _ = tokenizer.template()
     if not before and tokenizer.bos is None:
-        raise FlagError("--prepend-bos: this tokenizer has no begin id, as its files name none; leave it out")
+        raise FlagError("--prepend-bos: this tokenizer has no begin-of-text id; leave the flag out")
     return tuple(before or [tokenizer.bos])  # type: ignore[list-item]
 
 
@@ -263,8 +263,7 @@ def _killed_near(chunk: Chunk) -> Iterator[None]:
         yield
     except BrokenProcessPool:
         raise UserError(
-            f"a worker process was killed near {chunk.path}:{chunk.first_line}; "
-            "if memory ran out, fewer --workers need less"
+            f"a worker process was killed near {chunk.path}:{chunk.first_line}; if memory ran out, give fewer --workers"
         ) from None
 
 

@@ -30,7 +30,7 @@ class Sampler:
     """Yields the requests of one data-parallel rank, without end or until `total` samples are served over all ranks.
 
     length: samples in the dataset. seed: None for passes in the dataset's order (`single`); else each pass is shuffled
-    anew, as a function of (seed, pass) alone (`cyclic`). Raises ValueError for sizes that make no sense.
+    by (seed, pass) alone (`cyclic`). Raises ValueError for sizes that make no sense.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class TextEncoder:
         A FlagError where the template alone is as long."""
         after = len(self._closing)
         if len(self.prefix) + after >= length:
-            raise FlagError(f"--seq-length {length} leaves no room for a text: the tokenizer's template takes it all")
+            raise FlagError(f"--seq-length {length} is too short: the template's special tokens leave no room")
         return [*ids[: length - after], *ids[len(ids) - after :]]
 
     def encode(self, segments: Sequence[Segment]) -> list[EncodedPiece]:
@@ -123,6 +123,6 @@ class TextEncoder:
     def _special(self, sign: str) -> int:
         found = self.tokenizer.eod if sign == EOD_SIGN else self.tokenizer.bos
         if found is None:
-            role = "end-of-document" if sign == EOD_SIGN else "begin"
+            role = "end-of-document" if sign == EOD_SIGN else "begin-of-text"
             raise UserError(f"this tokenizer has no {role} id: its files name none")
         return found

@@ -77,9 +77,9 @@ class ReadReport:
         ]
         if self.split:
             result.append(
-                f"{name}: {self.split:,} conversations became several samples, since the chat template writes their "
-                "earlier answers differently once later turns follow, or without an end of turn: each answer is "
-                "trained on the text that the template gives at its own turn"
+                f"{name}: {self.split:,} conversations became several samples, because the chat template changes "
+                "earlier answers when later turns follow, or writes no end of turn: each answer is trained on the "
+                "text that the template gives at its own turn"
             )
         if self.empty:
             result.append(f"{name}: {self.empty:,} lines with an empty output were left out")
@@ -261,8 +261,8 @@ class SftReader:
         length = max((place + 1 for place, counts in enumerate(counted) if counts), default=0)
         if length > room and self.options.long_answers == "error":
             raise line.error(
-                f"the sample has {length} tokens, {sum(counted)} of them in answers, and a row of --seq-length "
-                f"{self.options.seq_length} holds {room}: raise it, shorten the sample, or give --sft-long-answers "
+                f"the sample has {length} tokens, {sum(counted)} of them in answers, but --seq-length "
+                f"{self.options.seq_length} allows {room}: raise it, shorten the sample, or give --sft-long-answers "
                 "truncate or drop"
             )
         return length <= room or self.options.long_answers == "truncate"
@@ -316,8 +316,8 @@ def _filling(split: str, rows: RowDataset) -> str:
     taken = rows.sequences.lengths[rows.rows.order] - 1
     share = taken.sum() / (len(rows) * rows.seq_length)
     if rows.packed:
-        return f"{split}: {len(taken):,} samples packed into {len(rows):,} rows, {share:.1%} of whose places are taken"
-    return f"{split}: not packed; a sample takes {share:.1%} of a row, the longest {taken.max() / rows.seq_length:.1%}"
+        return f"{split}: {len(taken):,} samples packed into {len(rows):,} rows, which are {share:.1%} full"
+    return f"{split}: not packed; samples fill {share:.1%} of a row, the longest {taken.max() / rows.seq_length:.1%}"
 
 
 def _summary(split: str, files: Sequence[str], rows: RowDataset, drawn: int) -> SplitSummary:

@@ -62,7 +62,7 @@ def split_sources(data: DataConfig) -> list[SplitSource | None]:
         if data.data_path or data.data_args_path:
             raise UserError("--data-path and --train-data-path, --valid-data-path, --test-data-path exclude each other")
         if data.split:
-            raise UserError("--split divides --data-path; it has no meaning with --train-data-path and its like")
+            raise UserError("--split divides --data-path; leave it out with --train-data-path and the like")
         flags = [f"--{name}-data-path" for name in SPLITS]
         return [
             SplitSource(name, parse_blend(paths, flag), (0.0, 1.0), True, flag) if paths else None

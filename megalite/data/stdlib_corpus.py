@@ -59,7 +59,7 @@ def build_corpus(output: str, source: Path | None = None, least_bytes: int = LEA
     """
     folder = source or stdlib_folder()
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder of .py files; name one with --source")
+        raise UserError(f"{folder} is not a folder; give a folder of .py files with --source")
     documents = list(corpus_files(folder))
     held_out = [document for document in documents if is_held_out(document[0])]
     kept = [document for document in documents if not is_held_out(document[0])]
@@ -67,7 +67,7 @@ def build_corpus(output: str, source: Path | None = None, least_bytes: int = LEA
     if sum(sizes) < least_bytes or not held_out or not kept:
         raise UserError(
             f"{folder} holds {len(documents)} usable .py files with {sum(sizes):,} bytes, at least {least_bytes:,} are "
-            "needed (is the standard library zipped or stripped here?); name another folder with --source"
+            "needed (is the standard library zipped or stripped here?); give another folder with --source"
         )
     paths = [os.path.join(output, name) for name in ("train.jsonl", "valid.jsonl")]
     with replacing(paths[0]) as train, replacing(paths[1]) as valid:

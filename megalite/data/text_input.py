@@ -62,7 +62,7 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         if os.path.isdir(pattern):
             raise UserError(
-                f"--input {pattern} is a folder; name its files, for example '{PurePath(pattern, '*.jsonl')}'"
+                f"--input {pattern} is a folder; give the files in it, for example '{PurePath(pattern, '*.jsonl')}'"
             )
         matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         matches = [match for match in matches if not os.path.isdir(match)]
@@ -86,7 +86,7 @@ def kind_of(path: str, text_documents: str = "file") -> str:
     suffix = suffixes[-1].lower() if suffixes else ""
     if suffix in (".parquet", ".arrow", ".csv", ".tsv", ".xz", ".bz2", ".zip", ".tar"):
         raise UserError(
-            f"--input {path}: {suffix} isn't read; give JSON lines or plain text (.jsonl, .txt, + .gz, .zst)"
+            f"--input {path}: {suffix} is not supported; give JSON lines or plain text (.jsonl, .txt, + .gz, .zst)"
         )
     return text_documents if suffix == ".txt" else "jsonl"
 
@@ -97,7 +97,7 @@ def check_keys(paths: Sequence[str], keys: Sequence[str]) -> None:
         raise FlagError(f"--json-keys {' '.join(keys)}: give one or more different keys")
     plain = next((path for path in paths if kind_of(path) != "jsonl"), None)
     if plain is not None and len(keys) > 1:
-        raise FlagError(f"--json-keys {' '.join(keys)}: the plain text file {plain} has one text, not several")
+        raise FlagError(f"--json-keys {' '.join(keys)}: the plain text file {plain} has only one text, so give one key")
 
 
 def read_chunks(paths: Iterable[str], text_documents: str = "file", chunk_bytes: int = 1 << 20) -> Iterator[Chunk]:
@@ -256,7 +256,7 @@ def _parse_json_line(number: int, line: bytes, keys: Sequence[str]) -> Document 
                 text.encode("utf-8")
             except UnicodeEncodeError as error:
                 half = f"\\u{ord(text[error.start]):04x}"
-                return Problem(number, f"the value of {key!r} holds {half}, half of a surrogate pair, which is no text")
+                return Problem(number, f"the value of {key!r} holds {half}, half of a surrogate pair: not valid text")
         texts.append(text)
     return Document(number, tuple(texts))
 

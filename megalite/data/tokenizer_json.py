@@ -162,8 +162,8 @@ def _refuse_slow(file: Path) -> None:
     if file.name == "tokenizer.json" and not file.exists() and there:
         folder = repr(str(file.parent))
         raise UserError(
-            f"--tokenizer-model {file.parent}: it has {there[0]} but no tokenizer.json, which alone says what all of "
-            'its ids are. Write one with transformers: python -c "from transformers import AutoTokenizer; '
+            f"--tokenizer-model {file.parent}: it has {there[0]} but no tokenizer.json, the only file that defines all "
+            'ids. Write one with transformers: python -c "from transformers import AutoTokenizer; '
             f'AutoTokenizer.from_pretrained({folder}).save_pretrained({folder})"'
         )
 
@@ -184,7 +184,7 @@ class TokensBeside:
             self.named = list(map(_form, _named(self.settings)))
             self.declared = self._older(folder) if old else self._declared()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{folder}: {CONFIG} or a file beside it names a token in a wrong form ({error})") from None
+            raise UserError(f"{folder}: {CONFIG} or a file beside it has a wrong token ({error})") from None
 
     def _declared(self) -> dict[int, dict[str, Any]]:
         return {int(number): _form(value) for number, value in self.settings["added_tokens_decoder"].items()}
@@ -238,7 +238,7 @@ def _form(value: Any) -> dict[str, Any]:
     """A token as an object of the library's fields."""
     form = {"content": value} if isinstance(value, str) else {key: value[key] for key in value if key in FIELDS}
     if not isinstance(form["content"], str):
-        raise TypeError(f"{form['content']!r} is no text")
+        raise TypeError(f"{form['content']!r} is not a text")
     return form
 
 

@@ -50,12 +50,12 @@ def train_tokenizer(options: TrainingOptions) -> str:
         raise FlagError(f"--model-type {options.model_type}: choose from {', '.join(MODEL_TYPES)}")
     if options.vocab_size < LEAST_VOCAB_SIZE:
         raise FlagError(
-            f"--vocab-size {options.vocab_size}: 3 special ids and 256 bytes need {LEAST_VOCAB_SIZE} at least"
+            f"--vocab-size {options.vocab_size} must be at least {LEAST_VOCAB_SIZE}: 3 special ids, 256 bytes, and more"
         )
     if not 0.9 <= options.character_coverage <= 1:
-        raise FlagError(f"--character-coverage {options.character_coverage}: it lies between 0.9 and 1")
+        raise FlagError(f"--character-coverage {options.character_coverage}: must be from 0.9 to 1")
     if options.max_bytes < 1:
-        raise FlagError(f"--max-bytes {options.max_bytes}: at least 1 is needed")
+        raise FlagError(f"--max-bytes {options.max_bytes} must be at least 1")
     paths = expand_inputs(options.inputs)
     check_keys(paths, options.json_keys)
     documents = read_documents(paths, options.json_keys, options.text_documents)
@@ -109,7 +109,7 @@ def _train(sample: Sequence[str], options: TrainingOptions) -> bytes:
             "training a tokenizer needs the Python package sentencepiece: pip install sentencepiece"
         ) from None
     if not any(part.strip() for part in sample):
-        raise UserError(f"--input {' '.join(options.inputs)}: no text to learn from")
+        raise UserError(f"--input {' '.join(options.inputs)}: there is no text to train on")
     model = io.BytesIO()
     try:
         library.SentencePieceTrainer.train(

@@ -152,7 +152,7 @@ class TikTokenizer(Tokenizer):
             self.special = self.added = special
             self._marked = re.compile(f"{MARK}{self._secret} ([0-9]+){MARK}")
             if missing := [i for i in range(256) if bytes([i]) not in ranks]:
-                raise ValueError(f"the single byte {missing[0]} is no token")
+                raise ValueError(f"there is no token for the single byte {missing[0]}")
             self._file, self._pattern = content, TIKTOKEN_PATTERNS[pattern or "v2"]
             self.encoding = library.Encoding(
                 Path(model).stem,
@@ -207,7 +207,7 @@ class TikTokenizer(Tokenizer):
         try:
             return str(self.encoding.decode(ids))
         except KeyError as error:
-            raise ValueError(f"id {first_line(error)} is a hole in the vocabulary") from None
+            raise ValueError(f"id {first_line(error)} is not used in the vocabulary") from None
 
 
 def _tiktoken_ranks(content: bytes) -> dict[bytes, int]:
@@ -222,7 +222,7 @@ def _tiktoken_ranks(content: bytes) -> dict[bytes, int]:
         except (ValueError, binascii.Error):
             raise ValueError(f"line {number} isn't a base64 token and a rank") from None
     if not ranks or len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
-        raise ValueError("it has no ranks, or one of them twice")
+        raise ValueError("ranks are missing or not unique")
     return ranks
 
 
@@ -244,8 +244,8 @@ class NullTokenizer(Tokenizer):
         except ValueError:
             wrong = next(word for word in text.split() if not word.isdecimal())
             raise UserError(
-                f"NullTokenizer reads ids separated by blanks, and {wrong[:40]!r} is none: text needs a tokenizer "
-                "(--tokenizer-type, --tokenizer-model), and a Hugging Face folder without one gives NullTokenizer"
+                f"NullTokenizer reads ids separated by spaces, and {wrong[:40]!r} is not an id: for text give a "
+                "tokenizer (--tokenizer-type, --tokenizer-model); a Hugging Face folder without one uses NullTokenizer"
             ) from None
         for i in ids:
             if not 0 <= i < self.vocab_size:
@@ -270,7 +270,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         )
     tokenizer: Tokenizer
     if config.parse_special_tokens and kind in ("NullTokenizer", "SentencePieceTokenizer"):
-        raise FlagError(f"--parse-special-tokens: {kind} reads no special tokens from a text; leave it out")
+        raise FlagError(f"--parse-special-tokens: {kind} never reads special tokens from text; leave the flag out")
     if kind == "NullTokenizer":
         if _needed(config, "vocab_size") < 1:
             raise FlagError(f"--vocab-size {config.vocab_size}: NullTokenizer needs at least 1")
@@ -288,7 +288,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     tokenizer.parse_special_tokens = config.parse_special_tokens
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
         raise FlagError(
-            f"--vocab-size {config.vocab_size}, but the {kind} has {tokenizer.vocab_size} ids; leave it out"
+            f"--vocab-size {config.vocab_size}, but the {kind} has {tokenizer.vocab_size} ids; leave the flag out"
         )
     return tokenizer
 
@@ -297,7 +297,7 @@ def require_eod(tokenizer: Tokenizer, flag: str) -> int:
     """The tokenizer's EOD id; a FlagError naming `flag`, which needs it, where there is none."""
     if tokenizer.eod is None:
         raise FlagError(
-            f"{flag} needs a tokenizer with an end-of-document id, and this one has none: its files name no eos token"
+            f"{flag} needs a tokenizer with an end-of-document id, but this one has none: its files name no eos token"
         )
     return tokenizer.eod
 

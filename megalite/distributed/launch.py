@@ -1,7 +1,7 @@
 """From a started process to a mesh, and from an exception to an exit code.
 
-Key idea: a run fails as one. Flags are judged before any process group exists; later the rank that failed first tells
-why, once, and exits without a clean-up that could hang; the others see the connection close, keep silent and go.
+Key idea: a run fails as a whole. Flags are checked before any process group exists. Later, the rank that failed first
+prints the reason and exits without a clean-up that could hang; the others see its connection close and exit silently.
 
 Exit codes of a worker: 0 done, 2 bad flags, 1 anything else.
 """
@@ -92,12 +92,12 @@ def choose_device(name: str, environment: Environment) -> torch.device:
         raise FlagError(
             f"--device {name}: LOCAL_RANK isn't set, so each of the {environment.world_size} processes would take GPU "
             "0. Start with torchrun, or set it in each process; under Slurm: export LOCAL_RANK=$SLURM_LOCALID "
-            "(export LOCAL_RANK=0 where a process sees its own GPU alone)"
+            "(export LOCAL_RANK=0 if each process sees only its own GPU)"
         )
     if environment.local_rank >= available:
         raise FlagError(
-            f"--device {name}: LOCAL_RANK={environment.local_rank} is beyond the {available} GPUs that this process "
-            "sees: export LOCAL_RANK=0 where a process sees its own GPU alone"
+            f"--device {name}: LOCAL_RANK={environment.local_rank} must be below {available}, the number of GPUs "
+            "that this process sees: export LOCAL_RANK=0 if each process sees only its own GPU"
         )
     return torch.device("cuda", environment.local_rank)
 

@@ -68,16 +68,16 @@ def check_unowned(file: Path, place: str, *, but_mine: bool = False, wait: bool 
         return None
     owner = _parse(text)
     if owner is None:
-        raise UserError(f"{file} says that another run writes {place}, but can't be read: if none does, delete {file}")
+        raise UserError(f"{file} marks {place} as in use, but can't be read: if no run uses it, delete {file}")
     who = f"process {owner['pid']} on host {owner['host']}, since {owner['since']}"
     if owner["machine"] == _machine():
         alive = process_start(owner["pid"]) == owner["start"]
         if alive and not (but_mine and owner["pid"] == os.getpid()):
-            raise UserError(f"{place} is written by another run ({who}): choose another, or wait for its end")
+            raise UserError(f"{place} is used by another run ({who}): choose another, or wait until it ends")
     elif not _fell_silent(file, f"{place}: {who}", wait=wait):
         raise UserError(
-            f"{place} is written by another run ({who}): choose another, or wait for its end; if it was killed, the "
-            f"place is free {SILENCE / 60:.0f} minutes later"
+            f"{place} is used by another run ({who}): choose another, or wait until it ends; if it was killed, try "
+            f"again {SILENCE / 60:.0f} minutes later"
         )
     return text
 
@@ -140,7 +140,7 @@ def _claim(file: Path, place: str) -> str:
             stream.write(mine.encode())
         if _text(file) != mine:
             check_unowned(file, place)
-            raise UserError(f"{place} was taken by another run just now: choose another")
+            raise UserError(f"another run has just started to use {place}: choose another")
     return mine
 
 
@@ -166,7 +166,7 @@ def _fell_silent(file: Path, who: str, *, wait: bool) -> bool:
     """Whether the owner has given no sign of life for so long that it must have ended. `wait`: until that is known."""
     silent = _silence(file)
     if wait and silent < SILENCE:
-        warnings.warn(f"{who}: waiting up to {SILENCE - silent:.0f} s for a sign of life", stacklevel=2)
+        warnings.warn(f"{who}: waiting up to {SILENCE - silent:.0f} s to see if it is still alive", stacklevel=2)
     while wait and silent < SILENCE:
         time.sleep(min(BEAT / 3, SILENCE - silent))
         before, silent = silent, _silence(file)

@@ -66,7 +66,7 @@ class _Part(_Object):
 
 class _Message(_Object):
     role: Literal["system", "developer", "user", "assistant"]  # a tool answers calls, which are not supported
-    content: str | list[_Part] = Field(description="a string or a list of parts of type text alone")
+    content: str | list[_Part] = Field(description="a string or a list of parts, all of type text")
     name: Any = None  # this and the next don't change the text
     refusal: Any = None
     tool_calls: _Empty = None  # these and the rest are not supported
@@ -114,7 +114,7 @@ class _Request(_Unsupported):
     top_k: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = Field(
-        None, description="a string or a list of at most 16, none empty or over 256 characters"
+        None, description="a string or a list of at most 16 strings, each of 1 to 256 characters"
     )
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -265,10 +265,10 @@ def _new_tokens(asked: int | None, default: int, prompts: list[list[int]], loade
     """How many may follow each prompt: what was asked for, or what of the default there is room for."""
     longest, context, too_long = max(map(len, prompts)), loaded.context, "context_length_exceeded"
     turns = [turn for prompt in prompts if (turn := most_new_tokens(loaded.model, len(prompt))) is not None]
-    memory = f"the server's memory (--serve-memory) holds {room} tokens, of all prompts with their answers"
+    memory = f"the server's memory (--serve-memory) holds {room} tokens for all prompts and their answers"
     limits = [
         (context - longest, f"the model's context is {context} tokens and the prompt has {longest}", too_long),
-        (min(turns, default=context), "beyond that length the model turns all positions differently", too_long),
+        (min(turns, default=context), "a longer text would need other rotations of the cached keys", too_long),
         (room // len(prompts) - _cached(prompts, loaded), memory, "memory_exceeded"),
     ]
     most, reason, code = min(limits)

@@ -1,6 +1,6 @@
 """Conversations with a model: prompts by its chat template, answers that end with the turn.
 
-Key idea: the prompt is made anew from all messages at each turn, by the template alone, so that the model sees what it
+Key idea: at each turn the template alone writes the whole prompt from all messages, so that the model sees what it
 saw in training.
 """
 
@@ -36,7 +36,7 @@ class Dialogue:
         check_characters(["".join(segment.text for segment in segments)], most)
         ids = self.chat.ids(segments)
         if not ids:
-            raise UserError(f"the chat template {self.chat.template.name} makes no text of it")
+            raise UserError(f"the chat template {self.chat.template.name} writes no text for this conversation")
         return ids
 
 

@@ -55,7 +55,7 @@ class PaddedBatch:
 
     def prefill(self, check: Callable[[], None] | None = None) -> Tensor:
         """Logits [b, vocabulary] after the prompts. `check`: called before each part, may raise to give up."""
-        # Where rotation depends on the length, a part must not be turned by its own.
+        # Where rotation depends on the length, a part must not be rotated by its own length.
         at_once = self.tokens.shape[1] if scales_by_length(self.model.config) else _PREFILL_TOKENS
         for part in self.tokens.split(at_once, dim=1):
             if check is not None:
@@ -125,9 +125,8 @@ def _check_scaling(model: GPTStage, prompts: Sequence[Sequence[int]], options: G
             continue
         raise UserError(
             f"prompt {number} has {len(prompt)} tokens; with --max-new-tokens {options.max_new_tokens} the text grows "
-            f"beyond a length where {model.config.position_embedding_type} positions turn all keys differently, but "
-            "those in the cache stay as they were, so that the text would depend on how it was cut into steps: use "
-            f"--max-new-tokens {room} or less, or a shorter prompt"
+            f"so long that {model.config.position_embedding_type} positions would have to rotate the keys in the cache "
+            f"again: use --max-new-tokens {room} or less, or a shorter prompt"
         )
 
 

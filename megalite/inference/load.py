@@ -107,7 +107,7 @@ def load_huggingface_for_generation(
     `ignored`: see `read_huggingface_config`."""
     found = read_huggingface_config(folder, ignored)
     if found.classes is not None:
-        raise UserError(f"--load-hf {folder} is a classifier ({', '.join(found.classes)}); it writes no text")
+        raise UserError(f"--load-hf {folder} is a classifier ({', '.join(found.classes)}) and can't generate text")
     config = RunConfig(model=found.model, tokenizer=tokenizer_of(Path(folder), found.vocab_size))
     config.model.model_vocab_size = found.vocab_size
     with TensorFiles(folder) as files:
@@ -185,13 +185,12 @@ def override(config: RunConfig, given: Mapping[str, Any]) -> RunConfig:
 def _check_kind(path: Path, config: RunConfig, *, whole_model: bool) -> None:
     """A UserError where a checkpoint writes no text."""
     if config.finetune.task == "classification":
-        raise UserError(f"the checkpoint {path} was trained to classify; it writes no text")
+        raise UserError(f"the checkpoint {path} is a classifier and can't generate text")
     if config.peft.peft != "none" and not whole_model:
         base = config.finetune.load_hf or "MODEL"
         adapter = config.peft.save_adapter or "FOLDER_OF_SAVE_ADAPTER"
         raise UserError(
-            f"the checkpoint {path} holds only what was trained beside a model: use --load-hf {base} "
-            f"--adapter {adapter}"
+            f"the checkpoint {path} holds only an adapter, not the model: use --load-hf {base} --adapter {adapter}"
         )
 
 
@@ -204,7 +203,7 @@ def _check_vocabulary(rows: int, tokenizer: Tokenizer, config: RunConfig, where:
         what = given.tokenizer_model or given.vocab_file or given.tokenizer_type
         raise UserError(
             f"the tokenizer {what} has {tokenizer.vocab_size} ids, but the checkpoint {where} was trained with "
-            f"{rows}: name its own tokenizer with --tokenizer-type and --tokenizer-model"
+            f"{rows}: give its own tokenizer with --tokenizer-type and --tokenizer-model"
         )
 
 

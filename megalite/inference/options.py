@@ -52,7 +52,7 @@ class GenerationOptions:
         """One line for each number that has no effect beside the others."""
         given = [name for name, value in (("--top-k", self.top_k), ("--top-p", self.top_p)) if value is not None]
         if self.greedy and given:
-            return [f"{' and '.join(given)}: no effect at --temperature 0, which takes the likeliest token"]
+            return [f"{' and '.join(given)}: no effect with --temperature 0, which always takes the most likely token"]
         return []
 
 
@@ -60,14 +60,14 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each field of `GenerationOptions`."""
     default = GenerationOptions()
     add = parser.add_argument_group("generation").add_argument
-    tokens = "tokens to write after each prompt at most (default: 64; 512 in a conversation or for --serve)"
+    tokens = "most tokens to write after each prompt (default: 64; 512 in a conversation or with --serve)"
     add("--max-new-tokens", type=int, metavar="N", help=tokens)
-    greedy = "divides the logits; 0 always takes the likeliest token (default: 0)"
+    greedy = "divides the logits; 0 always takes the most likely token (default: 0)"
     add("--temperature", type=float, default=default.temperature, metavar="X", help=greedy)
-    add("--top-k", type=int, metavar="N", help="sample among the N likeliest tokens (default: all)")
-    nucleus = "sample among the fewest tokens that reach this probability together (default: all)"
+    add("--top-k", type=int, metavar="N", help="sample from the N most likely tokens (default: all)")
+    nucleus = "sample from the most likely tokens that together have this probability (default: all)"
     add("--top-p", type=float, metavar="X", help=nucleus)
-    add("--seed", type=int, default=default.seed, metavar="N", help="of sampling (default: 1234)")
+    add("--seed", type=int, default=default.seed, metavar="N", help="seed of sampling (default: 1234)")
 
 
 def read_generation_options(given: argparse.Namespace, *, max_new_tokens: int = 64) -> GenerationOptions:
@@ -91,12 +91,12 @@ def check_mode(given: argparse.Namespace) -> None:
     """A FlagError where the flags of the command line don't say what to do, or contradict each other."""
     problems = []
     if (given.load is None) == (given.load_hf is None):
-        problems.append("exactly one of --load and --load-hf is needed")
+        problems.append("give exactly one of --load and --load-hf")
     if given.ckpt_step is not None and given.load is None:
-        problems.append("--ckpt-step belongs to --load")
+        problems.append("--ckpt-step needs --load")
     if given.serve is not None:
         if not 0 <= given.serve < 2**16:
-            problems.append(f"--serve {given.serve} must be a port from 0 (any that is free) to 65535")
+            problems.append(f"--serve {given.serve} must be a port from 0 (any free port) to 65535")
         missing = [name for name in ("pydantic", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]
         if missing:
             problems.append(f"--serve needs {', '.join(missing)}: pip install -e '.[serve]' in megalite's folder")
@@ -105,13 +105,13 @@ def check_mode(given: argparse.Namespace) -> None:
         if given.serve_memory is not None and not 0 < given.serve_memory < math.inf:
             problems.append(f"--serve-memory {given.serve_memory} must be a positive number of GiB")
     elif not given.prompts and not given.chat:
-        problems.append("--prompt or --prompt-file is missing: there is nothing to continue; or talk with --chat")
+        problems.append("nothing to do: give --prompt, --prompt-file, --chat or --serve")
     if given.json and not given.prompts and given.serve is None:
-        problems.append("--json belongs to --prompt and --prompt-file")
+        problems.append("--json needs --prompt or --prompt-file")
     for name, value in (("--chat-template", given.chat_template), ("--system", given.system)):
         if value is not None and not given.chat and given.serve is None:
-            problems.append(f"{name} belongs to --chat and --serve")
+            problems.append(f"{name} needs --chat or --serve")
     if given.serve_memory is not None and given.serve is None:
-        problems.append("--serve-memory belongs to --serve")
+        problems.append("--serve-memory needs --serve")
     if problems:
         raise FlagError("\n".join(problems))

@@ -51,16 +51,16 @@ def serve(
         memory = free_memory(loaded.model.output_weight.device) / 2 / 2**30
     service = Service(loaded, defaults, dialogue, int(memory * 2**30))
     if service.room < 2:
-        raise FlagError(f"--serve-memory {memory:.3g} GiB has no room for two tokens of this model: give it more")
+        raise FlagError(f"--serve-memory {memory:.3g} GiB is too little for two tokens of this model: give more")
     try:
         listener = listen(port)
         url = f"http://{HOST}:{listener.getsockname()[1]}/v1"
         message = '{"messages": [{"role": "user", "content": "Hello"}]}'
         path, body = ("chat/completions", message) if dialogue else ("completions", '{"prompt": "Hello"}')
         sys.stderr.write(
-            f"{loaded.name} on {url}{'' if dialogue else ' (no chat template: completions alone)'}; Ctrl-C ends it\n"
+            f"{loaded.name} on {url}{'' if dialogue else ' (no chat template: only completions)'}; Ctrl-C stops it\n"
             f"try: curl {url}/{path} -d '{body}'\n"
-            f"memory for {service.room} tokens of all requests together: {memory:.3g} GiB (--serve-memory)\n"
+            f"KV cache for {service.room} tokens of all requests together: {memory:.3g} GiB (--serve-memory)\n"
         )
         Server(service).run([listener])
     except (KeyboardInterrupt, SystemExit):
@@ -75,7 +75,7 @@ def listen(port: int) -> socket.socket:
         return socket.create_server((HOST, port), backlog=MAX_CONNECTIONS)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--serve {port}: {reason}; choose another port, or 0 for any that is free") from None
+        raise UserError(f"--serve {port}: {reason}; choose another port, or 0 for any free port") from None
 
 
 class Server(uvicorn.Server):
@@ -171,9 +171,9 @@ def _local_only(app: ASGIApp) -> ASGIApp:
         headers, names = Headers(scope=scope), ", ".join(LOCAL_NAMES)
         problem = None
         if not _is_local(f"//{headers.get('host', HOST)}"):
-            problem = ApiError(403, f"Host: this server answers for {names} alone")
+            problem = ApiError(403, f"Host: this server only answers requests to {names}")
         elif not all(map(_is_local, headers.getlist("origin"))):
-            problem = ApiError(403, f"Origin: this server answers pages of {names} alone")
+            problem = ApiError(403, f"Origin: this server only answers web pages of {names}")
         await (_json(problem.body, 403) if problem else app)(scope, receive, send)
 
     return guarded
@@ -203,7 +203,7 @@ def _problem(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     known = isinstance(error, UserError)
-    return ApiError(500, str(error) if known else "the server failed on this request; its output says how")
+    return ApiError(500, str(error) if known else "the server failed on this request; see the server's output")
 
 
 async def _answer(service: Service, request: Request, *, chat: bool) -> Response:

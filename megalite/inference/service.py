@@ -31,7 +31,7 @@ MAX_READING, MAX_RUNNING, MAX_REQUESTS = 2, 4, 64
 MAX_BODIES = 16  # of the largest size, in memory at once
 QUEUE_SECONDS = 120.0
 _BUSY = "too many other requests are being answered: try again later"
-_ENDING = "the server is ending"
+_ENDING = "the server is shutting down"
 
 
 class Step(NamedTuple):
@@ -62,7 +62,7 @@ class Service:
     def refuse_too_much(self, body: bytearray) -> None:
         """Raises an ApiError for a body that is too large, alone or with those of other requests."""
         if len(body) > self.max_body:
-            raise ApiError(413, f"the body may have {self.max_body} bytes", code="request_too_large")
+            raise ApiError(413, f"the request body may have at most {self.max_body} bytes", code="request_too_large")
         if self.body_bytes > MAX_BODIES * self.max_body:
             raise ApiError(503, _BUSY)
 

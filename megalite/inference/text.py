@@ -143,11 +143,11 @@ def check_text(texts: Sequence[str], what: str = "prompt", *, signs: bool = Fals
         except UnicodeEncodeError:
             raise UserError(f"{what} {number} is not valid UTF-8") from None
         if signs and (found := next((sign for sign in NONCHARACTERS if sign in text), None)):
-            raise UserError(f"{what} {number} holds U+{ord(found):04X}, which is no character")
+            raise UserError(f"{what} {number} holds U+{ord(found):04X}, which is not a character")
 
 
 def check_characters(texts: Sequence[str], most: int | None) -> None:
     """A TooLongError, before a tokenizer's work on it, where a text has more than `most` characters."""
     longest = max(map(len, texts))
     if most is not None and longest > most:
-        raise TooLongError(f"the prompt has {longest} characters, and the model's context no room for over {most}")
+        raise TooLongError(f"the prompt has {longest} characters, but the model's context has room for at most {most}")

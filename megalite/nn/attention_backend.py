@@ -1,4 +1,4 @@
-"""Which attention kernel runs, decided once and said aloud.
+"""Which attention kernel runs: decided once, and printed.
 
 Key idea: the choice is a function of configuration and device, so a request that can't be honoured is refused before
 any process group exists. `unfused` and `local` are plain matrix products whose dropout is a function of its place;
@@ -87,5 +87,5 @@ def _cuda_backend(asked: str, *, half: bool, masked: bool, drops: bool) -> Atten
     if asked == "fused":
         kernels = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
         return AttentionBackend("sdpa", kernels, "--attention-backend fused: cuDNN, else memory-efficient")
-    note = "; its dropout follows torch's own stream" if drops else ""
+    note = "; its dropout uses torch's own random generator" if drops else ""
     return AttentionBackend("sdpa", (), "the fastest kernel of scaled_dot_product_attention that fits" + note)

@@ -20,7 +20,7 @@ class GradientSink(Protocol):
         ...
 
     def arrived(self) -> None:
-        """One contribution is in."""
+        """One contribution has been added."""
         ...
 
 

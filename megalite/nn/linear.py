@@ -1,7 +1,7 @@
 """Column- and row-parallel linear layers (Shoeybi et al. 2019).
 
 Key idea: the weight's gradient is accumulated straight into the wide main gradient (see `nn.gradient_sink`), by the
-GEMM that computes it where torch has such a one. Without a sink the layer is an ordinary one.
+GEMM that computes it if torch has such a GEMM. Without a sink it is an ordinary layer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rotary positions (Su et al. 2021): halves or interleaved pairs, partial, scaled for longer sequences.
 
 Key idea: angles, cosines and sines are computed in the wide dtype, and so is the rotation; only its result is rounded.
-Where the scaling depends on the length, each token is turned by the length of its own sequence, so that a document's
+Where the scaling depends on the length, each token is rotated by the length of its own sequence, so that a document's
 result doesn't depend on what else is in its row or microbatch.
 """
 
@@ -71,7 +71,7 @@ def _dynamic_base(config: ModelConfig, lengths: Tensor) -> Tensor:
 
 
 def _yarn_scaling(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Divide the frequencies of pairs that turn seldom by the factor, leave those that turn often, blend linearly in
+    """Divide low frequencies (pairs with few rotations) by the factor, leave high ones, and interpolate linearly in
     the pair's number between ("NTK by parts"; Peng et al. 2023, section 3.2)."""
     width, original = rotary_width(config), config.rope_original_max_position_embeddings
 

@@ -163,7 +163,7 @@ def _import_adam(backend: str) -> Any:
     except (ImportError, AttributeError, OSError, RuntimeError) as error:  # or built for another machine
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise FlagError(
-            f"--adam-backend {backend}: {name}'s FusedAdam can't be imported ({reason}); torch's own is the default"
+            f"--adam-backend {backend}: {name}'s FusedAdam can't be imported ({reason}); use torch, the default"
         ) from None
 
 
@@ -176,10 +176,10 @@ def check_adam_backend(config: RunConfig, device: str) -> list[str]:
     problems = [
         f"{flag} {why}"
         for holds, why in (
-            (optimizer.optimizer != "adam", f"excludes --optimizer {optimizer.optimizer}"),
-            (device != "cuda", f"needs a GPU, and this run is on the {device}"),
-            (config.precision.fp64, "excludes --fp64: its kernels have no float64"),
-            (optimizer.optimizer_cpu_offload, "excludes --optimizer-cpu-offload: torch updates what is on the host"),
+            (optimizer.optimizer != "adam", f"can't be used with --optimizer {optimizer.optimizer}"),
+            (device != "cuda", f"needs a GPU, but this run is on {device}"),
+            (config.precision.fp64, "can't be used with --fp64: its kernels have no float64"),
+            (optimizer.optimizer_cpu_offload, "can't be used with --optimizer-cpu-offload; use --adam-backend torch"),
         )
         if holds
     ]

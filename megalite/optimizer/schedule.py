@@ -1,6 +1,6 @@
 """Batch size, learning rate and weight decay as functions of consumed samples.
 
-Key idea: nothing here has state. A schedule given in iterations is turned into samples through the batch-size ramp, so
+Key idea: nothing here has state. A schedule given in iterations is converted to samples through the batch-size ramp, so
 a ramp-up neither shortens a warm-up nor lets a decay run past its end. Formulas as Megatron-LM's.
 """
 

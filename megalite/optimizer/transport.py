@@ -1,8 +1,8 @@
 """The data-parallel collectives of the optimizer: reduce gradients, gather parameters.
 
-Key idea: they are behind three methods, so that a test or a benchmark can put in a slow network; and each counts what
-a rank sends, so that formulas can be held against it. Bytes are those of the bandwidth-optimal algorithms (each rank of
-d sends (d - 1) / d of the tensor in a gather or a reduce-scatter, twice that in an all-reduce).
+Key idea: there are only three methods, so a test or a benchmark can replace them by a slow network. Each counts what a
+rank sends, to be compared with formulas. Bytes are those of the bandwidth-optimal algorithms (each rank of d sends
+(d - 1) / d of the tensor in a gather or a reduce-scatter, twice that in an all-reduce).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What to build and what to fill it with. `peft`: settled. `scales`: LoRA's targets. `values`: whole parameters by
+    """What to build and what to fill it with. `peft`: complete. `scales`: LoRA's targets. `values`: whole parameters by
     global name from the folder of `--load-adapter`; empty where none was given."""
 
     peft: PeftConfig
@@ -77,7 +77,7 @@ class AdapterPlan:
 def plan_adapter(
     peft: PeftConfig, model: ModelConfig, vocab_size: int, group: Group, classes: int | None = None
 ) -> AdapterPlan:
-    """Of a settled `peft`. `classes`: of a model that classifies.
+    """`peft`: complete. `classes`: of a model that classifies.
 
     All members of `group` raise the same `CheckpointError` where the folder of `--load-adapter` is missing, damaged or
     of another model.

@@ -1,4 +1,4 @@
-"""What can be wrong with adapters that only the room itself knows, before any process group exists."""
+"""Checks of adapters that need more than the configuration, before any process group exists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalite.peft.virtual import backend_problem
 
 
 def check(config: RunConfig, vocab_size: int, backend: AttentionBackend, device_type: str) -> list[str]:
-    """Problems of a resolved configuration whose section `peft` is settled: virtual tokens need a mask,
+    """Problems of a resolved configuration whose section `peft` is complete: virtual tokens need a mask,
     a saved adapter a Hugging Face architecture that has this network, `--load-adapter` a folder that fits it."""
     peft = config.peft
     problems = list(filter(None, [backend_problem(backend, peft.peft, device_type)]))
@@ -26,8 +26,8 @@ def check(config: RunConfig, vocab_size: int, backend: AttentionBackend, device_
                 problems.append(f"{flag} {folder}: {error}")
         if (Path(folder) / "config.json").exists():
             problems.append(
-                f"{flag} {folder} is a model's folder, which would load with the adapter on from then on: name a "
-                "folder of its own"
+                f"{flag} {folder} is a model's folder, and transformers would then always load the model with the "
+                "adapter: give another folder"
             )
     if peft.load_adapter is not None:
         classes = len(config.finetune.class_names or ()) if config.finetune.task == "classification" else None

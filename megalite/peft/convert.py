@@ -208,7 +208,7 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
             continue
         out, inputs = layer.rows.shape[0], linear_shapes(model)[layer.linear][-1]
         if (b.shape[0], a.shape[1]) != (out, inputs):
-            problems.append(f"{module}: for a layer [{b.shape[0]}, {a.shape[1]}], here it is [{out}, {inputs}]")
+            problems.append(f"{module}: made for a layer [{b.shape[0]}, {a.shape[1]}], not [{out}, {inputs}]")
             continue
         part, rank = part_of(layer, model), a.shape[0]
         scale = Scale(rank, adapter.factor(module, rank))
@@ -221,15 +221,15 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
         )
     names = [lora_name(n, part, "a") for part in scales for n in range(model.num_layers or 0)]
     if not problems and not names:
-        problems.append("it has no adapters")
+        problems.append("it has no LoRA matrices")
     _refuse(adapter, problems)
     if set(names) - values.keys():
         _refuse(
             adapter,
-            ["layers_to_transform, or targets of single layers"],
-            "is not supported, as it is for some layers alone",
+            ["layers_to_transform, or targets in single layers"],
+            "is not supported: it covers only some of the layers",
         )
-    _refuse(adapter, _untold(adapter, pairs, layers, model), "doesn't hold what its adapter_config.json says")
+    _refuse(adapter, _untold(adapter, pairs, layers, model), "doesn't match its adapter_config.json")
     ordered = {part: scales[part] for part in LINEAR_OF if part in scales}
     return values, ordered
 
@@ -240,9 +240,9 @@ def _untold(
     """Where the matrices that are there aren't those that `target_modules` means for this model."""
     names = [name.replace("{n}", str(number)) for name in layers for number in range(model.num_layers or 0)]
     return [
-        *(f"{name}: target_modules means it, and it has no matrices" for name in names
+        *(f"{name}: in target_modules, but it has no matrices" for name in names
           if name not in pairs and adapter.targets(name)),
-        *(f"{name}: it has matrices, and target_modules doesn't mean it" for name in pairs
+        *(f"{name}: it has matrices, but isn't in target_modules" for name in pairs
           if adapter.targets(name) is False),
     ]  # fmt: skip
 
@@ -252,7 +252,7 @@ def _check_head(adapter: Adapter, model: ModelConfig, classes: int | None) -> No
     if head is None:
         return
     if classes is None:
-        raise CheckpointError(f"{where} is of a classifier: it has a head for labels, and this model writes text")
+        raise CheckpointError(f"{where} is of a classifier (it has a head for labels), but this model isn't one")
     if head.ndim != 2 or head.shape[1] != model.hidden_size or head.shape[0] != (classes or head.shape[0]):
         raise CheckpointError(
             f"{where}: its head is of shape {list(head.shape)}, this model's "
@@ -278,7 +278,7 @@ def _virtual_from_peft(adapter: Adapter, model: ModelConfig) -> Values:
     return {prefix_name(number): layers[number] for number in range(model.num_layers)}
 
 
-def _refuse(adapter: Adapter, problems: list[str], what: str = "is an adapter of another model") -> None:
+def _refuse(adapter: Adapter, problems: list[str], what: str = "is an adapter for another model") -> None:
     if not problems:
         return
     more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []

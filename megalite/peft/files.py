@@ -33,7 +33,7 @@ from megalite.config.schema_peft import PeftConfig
 from megalite.files.atomic import replacing_together, together
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-CLASSES_FILE = "class_names.json"  # labels as in a model's own config.json; PEFT passes it over
+CLASSES_FILE = "class_names.json"  # labels as in a model's own config.json; PEFT ignores this file
 # Without the last a folder is no adapter, for PEFT too.
 _WRITTEN = (*TOKENIZER_FILES, WEIGHTS_FILE, CLASSES_FILE, CONFIG_FILE)
 _PICKLED = "adapter_model.bin"
@@ -80,7 +80,7 @@ class Patterns:
             return regex.fullmatch(pattern, module, timeout=max(self.seconds, 1e-6)) is not None
         except TimeoutError:
             raise CheckpointError(
-                f"{self.path}: its patterns take too long; write names of modules in place of {pattern[:80]!r}"
+                f"{self.path}: matching its patterns takes too long; write module names instead of {pattern[:80]!r}"
             ) from None
         finally:
             self.seconds -= time.process_time() - begin
@@ -135,13 +135,13 @@ class Adapter:
         for name, tensor in self.tensors.items():
             match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_(A|B)\.weight", name)
             if match is None and name != SCORE:
-                raise CheckpointError(f"{self.where / WEIGHTS_FILE}: {name} is no weight of a linear layer's LoRA")
+                raise CheckpointError(f"{self.where / WEIGHTS_FILE}: {name} is not a LoRA weight of a linear layer")
             if match is not None:
                 found.setdefault(match[1], {})[match[2]] = tensor
         for name, pair in found.items():
             a, b = pair.get("A"), pair.get("B")
             if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-                raise CheckpointError(f"{self.where / WEIGHTS_FILE}: {name} has no matrices A and B of one rank")
+                raise CheckpointError(f"{self.where / WEIGHTS_FILE}: {name} needs matrices A and B of the same rank")
             told = self._by_pattern("rank_pattern", name, "r")
             if a.shape[0] != told:
                 raise CheckpointError(
@@ -165,7 +165,7 @@ class Adapter:
         tensor = self.tensors.get(EMBEDDINGS)
         unknown = sorted(self.tensors.keys() - {EMBEDDINGS, SCORE})
         if unknown:
-            raise CheckpointError(f"{self.where / WEIGHTS_FILE}: {unknown[0]} is nothing that a {self.kind} has")
+            raise CheckpointError(f"{self.where / WEIGHTS_FILE}: {unknown[0]} doesn't belong to a {self.kind} adapter")
         if tensor is None or tensor.ndim != 2 or tensor.shape[0] != self.number("num_virtual_tokens"):
             raise CheckpointError(
                 f"{self.where / WEIGHTS_FILE} has no {EMBEDDINGS} of num_virtual_tokens = "
@@ -180,14 +180,16 @@ def read_adapter(directory: str | Path) -> Adapter:
     config = _read_config(where)
     path = where / WEIGHTS_FILE
     if not path.exists() and (where / _PICKLED).exists():
-        raise CheckpointError(f"{where / _PICKLED} is a pickle, which is not read: save it as {WEIGHTS_FILE}")
+        raise CheckpointError(f"{where / _PICKLED} is a pickle, which megalite never reads: save it as {WEIGHTS_FILE}")
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {reason(error)}") from error
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            raise CheckpointError(f"{path}: {name} is of {str(tensor.dtype).removeprefix('torch.')}, no number format")
+            raise CheckpointError(
+                f"{path}: {name} is of {str(tensor.dtype).removeprefix('torch.')}, not floating-point"
+            )
         if not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{path}: {name} holds numbers that aren't finite")
     return Adapter(where, KINDS[config["peft_type"]], config, tensors, Patterns(where / CONFIG_FILE))
@@ -196,11 +198,11 @@ def read_adapter(directory: str | Path) -> Adapter:
 def _read_config(where: Path) -> dict[str, Any]:
     path = where / CONFIG_FILE
     if not path.is_file():
-        raise CheckpointError(f"{where} holds no {CONFIG_FILE}: it is no folder of an adapter in PEFT's format")
+        raise CheckpointError(f"{where} holds no {CONFIG_FILE}: it is not the folder of an adapter in PEFT's format")
     config = read_json(path)
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise CheckpointError(f"{path}: peft_type {kind!r} is not supported; there are {', '.join(KINDS)}")
+        raise CheckpointError(f"{path}: peft_type {kind!r} is not supported; supported: {', '.join(KINDS)}")
     for name in sorted(config.keys() - _KNOWN):
         if config[name]:
             raise CheckpointError(f"{path}: {name} {config[name]!r} is not supported")
@@ -219,7 +221,7 @@ def _read_config(where: Path) -> dict[str, Any]:
     if config.get("num_transformer_submodules") not in (None, 1):
         raise CheckpointError(f"{path}: num_transformer_submodules must be 1, as in a decoder")
     if config.get("use_rslora") not in (None, False, True):
-        raise CheckpointError(f"{path}: use_rslora is {config['use_rslora']!r}, neither true nor false")
+        raise CheckpointError(f"{path}: use_rslora must be true or false, not {config['use_rslora']!r}")
     _check_names(config, path)
     return config
 
@@ -230,13 +232,13 @@ def _check_names(config: Mapping[str, Any], path: Path) -> None:
         value = config.get(name)
         names = value if isinstance(value, list) else [value]
         if value is not None and not all(isinstance(each, str) for each in names):
-            raise CheckpointError(f"{path}: {name} is {value!r}, neither a list of names nor one pattern")
+            raise CheckpointError(f"{path}: {name} must be a list of names or one pattern, not {value!r}")
         if isinstance(value, str):
             _check_pattern(value, name, path)
     for name in ("rank_pattern", "alpha_pattern"):
         table = config.get(name) or {}
         if not isinstance(table, dict):
-            raise CheckpointError(f"{path}: {name} is {table!r}, no object of names and numbers")
+            raise CheckpointError(f"{path}: {name} must be an object of names and numbers, not {table!r}")
         for key in table:
             _check_pattern(key, name, path)
             _positive(table, key, path)
@@ -244,24 +246,24 @@ def _check_names(config: Mapping[str, Any], path: Path) -> None:
 
 def _check_pattern(pattern: str, name: str, path: Path) -> None:
     if len(pattern) > _LONGEST:
-        raise CheckpointError(f"{path}: {name} is a pattern of {len(pattern)} characters; at most {_LONGEST} are read")
+        raise CheckpointError(f"{path}: {name} is a pattern of {len(pattern)} characters; the limit is {_LONGEST}")
     try:
         regex.compile(pattern)
     except regex.error as error:
-        raise CheckpointError(f"{path}: {name} {pattern!r} is no regular expression ({error})") from None
+        raise CheckpointError(f"{path}: {name} {pattern!r} is not a regular expression ({error})") from None
 
 
 def _positive(config: Mapping[str, Any], name: str, path: Path) -> float:
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CheckpointError(f"{path}: {name} is {value!r}, not a positive number")
+        raise CheckpointError(f"{path}: {name} must be a positive number, not {value!r}")
     return value
 
 
 def _whole(config: Mapping[str, Any], name: str, path: Path) -> int:
     value = _positive(config, name, path)
     if value != int(value):
-        raise CheckpointError(f"{path}: {name} is {value!r}, not a whole number")
+        raise CheckpointError(f"{path}: {name} must be a whole number, not {value!r}")
     return int(value)
 
 
@@ -288,7 +290,7 @@ def base_note(directory: str | Path, model: str) -> str | None:
     trained, here = published_name(name), published_name(model)
     if Path(trained).resolve().name == Path(here).resolve().name:
         return None
-    return f"the adapter {directory} was trained beside {trained}, and is put on {here}"
+    return f"the adapter {directory} was trained for {trained}, but is used with {here}"
 
 
 def settle(peft: PeftConfig) -> PeftConfig:

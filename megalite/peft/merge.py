@@ -77,7 +77,7 @@ class Rounding:
     def __str__(self) -> str:
         return (
             f"{self.layers} weights changed; rounding error: largest {self.largest:.3g}, root mean square "
-            f"{self.share:.3g} of the change's"
+            f"{self.share:.3g} x that of the change"
         )
 
 
@@ -91,8 +91,8 @@ class _Merge:
         self.source, self.added, self.files = source, added, files
         if added.kind != "lora":
             raise CheckpointError(
-                f"{added.where} is a {added.kind}: it has vectors of its own, which no weight can take up. Use it "
-                f"beside the model: python tools/generate.py --load-hf {source} --adapter {added.where} --chat"
+                f"{added.where} is a {added.kind}, and only LoRA can be merged into weights. Use it together "
+                f"with the model: python tools/generate.py --load-hf {source} --adapter {added.where} --chat"
             )
         self.found: HuggingFaceModel = read_huggingface_config(source, ignored)
         self.rounding = Rounding()
@@ -114,7 +114,7 @@ class _Merge:
             there = stored.get(name)
             shape = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
             if there is None or there.dtype is None or there.shape != shape:
-                raise CheckpointError(f"{self.source} has no weight {name} of {list(shape)} in a plain number format")
+                raise CheckpointError(f"{self.source} has no floating-point weight {name} of shape {list(shape)}")
             changes[name] = _Change(a, b, self.added.factor(module, a.shape[0]), transposed)
         return changes
 
@@ -191,7 +191,7 @@ def merge_adapter(source: Path, adapter: Path, target: Path, ignored: Collection
     the adapter isn't LoRA or is of another model.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"--hf {target} exists and is no empty folder: choose a new one")
+        raise CheckpointError(f"--hf {target} exists and is not an empty folder: choose a new one")
     with TensorFiles(source) as files:
         merge = _Merge(source, read_adapter(adapter), files, ignored)
         with new_folder(target) as temporary:
@@ -203,10 +203,10 @@ def _class_names(added: Adapter, head: Tensor, base: tuple[str, ...] | None) -> 
     count, told = head.shape[0], read_class_names(added.where)
     if told is not None and len(told) != count:
         raise CheckpointError(
-            f"{added.where / CLASSES_FILE} names {len(told)} classes ({', '.join(told)}), but the head is of {count}"
+            f"{added.where / CLASSES_FILE} names {len(told)} classes ({', '.join(told)}), but the head has {count}"
         )
     if count < 2:
-        raise CheckpointError(f"{added.where}: its head is of {count} class; a classifier decides for one of several")
+        raise CheckpointError(f"{added.where}: its head has {count} class, but a classifier needs two or more")
     return told or base or tuple(unnamed_classes(count))
 
 

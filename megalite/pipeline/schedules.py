@@ -140,10 +140,10 @@ def _check_interleaved(stages: int, chunks: int, microbatches: int, group: int) 
     if chunks < 2:
         raise UserError("schedule interleaved needs at least 2 chunks per rank: use 1f1b")
     if group < stages:
-        raise UserError(f"schedule interleaved: groups of {group} microbatches are smaller than the {stages} stages")
+        raise UserError(f"schedule interleaved: groups of {group} microbatches are too small for {stages} stages")
     last = microbatches % group
     if 0 < last < stages:
         raise UserError(
             f"schedule interleaved can't run {microbatches} microbatches on {stages} stages in groups of {group}: the "
-            f"last group has {last}, fewer than there are stages; a multiple of {group} fits"
+            f"last group has {last}; use a multiple of {group}"
         )

@@ -1,4 +1,4 @@
-"""Executes lowered schedules on paper: when each action would run, and whether all of them can.
+"""Simulates lowered schedules: when each action would run, and whether all of them can.
 
 Key idea: ranks meet only in messages, and a message has come when it was sent, its receive was posted, and the one
 before it in its lane has come (in-order rendezvous, as on NCCL). Ranks may therefore be advanced in any order, each as

@@ -79,7 +79,7 @@ def load_base_model(
     theirs = read_huggingface_config(folder, None).classes
     if classes is not None and theirs is not None and len(classes) != len(theirs):
         raise CheckpointError(
-            f"--load-hf {folder} decides between {len(theirs)} classes ({', '.join(theirs)}), but --sft-data has "
+            f"--load-hf {folder} has {len(theirs)} classes ({', '.join(theirs)}), but --sft-data has "
             f"{len(classes)}: {', '.join(classes)}"
         )
     wanted = [piece for piece in pieces if parameter_name(piece.name) in names]

@@ -31,7 +31,7 @@ def prepare_determinism(device: torch.device) -> None:
     algorithm = os.environ.setdefault(_ALGORITHM, "Ring")
     if "NVLS" in algorithm and not algorithm.startswith("^"):
         raise FlagError(
-            f"--deterministic-mode: the environment has {_ALGORITHM}={algorithm}, and NVLS sums in the network's "
+            f"--deterministic-mode: the environment has {_ALGORITHM}={algorithm}, and NVLS sums in no fixed "
             "order; unset it, or set Ring or Tree"
         )
 

@@ -70,7 +70,7 @@ class Loop:
         found = broadcast_object(found, self.trainer.mesh.world)
         for split in self.splits:
             if split in found:
-                self.say(f"{split} isn't evaluated again: {path} holds its loss at this iteration")
+                self.say(f"{split} isn't evaluated again: {path} already has its loss at this iteration")
         return found
 
     def _train(self) -> bool:
@@ -109,7 +109,7 @@ class Loop:
         steps, tokens = self.trainer.state.iteration - iteration, self.trainer.state.consumed_tokens - tokens
         self.say(
             f"trained {steps:,} steps of {tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s; peak "
-            f"memory of a process {size(self.peak_memory())}"
+            f"memory per process {size(self.peak_memory())}"
         )
 
     def _due(self, interval: int | None) -> bool:

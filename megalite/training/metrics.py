@@ -88,8 +88,8 @@ class LogLines:
     def step(self, record: StepRecord) -> None:
         if record.counted_tokens == 0:
             print(
-                f"iteration {record.iteration}: no token of this batch counts for the loss, so there is nothing to "
-                "learn from it",
+                f"iteration {record.iteration}: no token of this batch counts for the loss, so nothing is "
+                "learned from it",
                 flush=True,
             )
         self.records.append(record)
@@ -352,7 +352,7 @@ def _not_metrics(path: Path) -> str | None:
     except (OSError, UnicodeDecodeError):
         return "can't be read as text: name another file"
     if any(_iteration_of(line) is None for line in lines[:-1]) or (len(lines) == 1 and _iteration_of(lines[0]) is None):
-        return "exists and is no metrics file: name another"
+        return "exists and is not a metrics file: give another file"
     return None
 
 

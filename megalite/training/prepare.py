@@ -77,7 +77,7 @@ def prepare(
 
 
 def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[str] = ()) -> Prepared:
-    """The rooms' own checks of a resolved configuration. Mistakes are a FlagError."""
+    """The packages' own checks of a resolved configuration. Mistakes are a FlagError."""
     try:
         config.peft = settle(config.peft)
         device = choose_device(config.layout.device, environment)
@@ -138,8 +138,8 @@ def vocabulary_problems(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     what = config.tokenizer.tokenizer_model or config.tokenizer.tokenizer_type
     source = f"--load-hf {config.finetune.load_hf}" if config.finetune.load_hf else f"--model-vocab-size {rows}"
     return [
-        f"{source}: the model has rows for {rows} ids, but the tokenizer {what} has {tokenizer.vocab_size}: name the "
-        "model's own tokenizer, or take the ids beyond out of its files"
+        f"{source}: the model has rows for {rows} ids, but the tokenizer {what} has {tokenizer.vocab_size}: give the "
+        "model's own tokenizer, or remove the extra ids from its files"
     ]
 
 
@@ -154,7 +154,7 @@ def _length_problems(config: RunConfig) -> list[str]:
         return []
     return [
         f"--train-samples {config.training.train_samples} is less than one step of "
-        f"{BatchSchedule.from_config(config).at(0)} samples: there is nothing to train"
+        f"{BatchSchedule.from_config(config).at(0)} samples: raise it"
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a model writes after the prompts of `--eval-prompt`, as it learns.
+"""What a model writes after the prompts of `--eval-prompt`, during training.
 
 Key idea: each new token is one evaluation forward over the whole text, by the same executor and schedule that measure
 the loss. So it works at every layout, without a cache of keys; a few short prompts are cheap enough.

@@ -160,8 +160,7 @@ def load(
         return fresh, schedule, []
     state = _read_state(directory, values, config)
     notes += [
-        f"note: {path} has changed since {directory.path} was saved: the data was made anew, and the run goes on in "
-        "the middle of it"
+        f"note: {path} has changed since {directory.path} was saved: the run continues in the middle of the new data"
         for path, digest in values.get("data", {}).items()
         if data.get(path, digest) != digest
     ]

@@ -187,7 +187,7 @@ class Run:
             self._load_base()
         if found is None:
             if config.checkpoint.load is not None and not weights_only:
-                self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")
+                self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting a new run")
             return TrainingState(dropout_seed=config.training.seed)
         if found.note:
             self.say(found.note)
@@ -202,7 +202,7 @@ class Run:
             weights_only=weights_only,
             data=self.data_digests,
         )
-        self.say(f"loaded {found.path}" + (" (weights alone)" if weights_only else f", iteration {state.iteration}"))
+        self.say(f"loaded {found.path}" + (" (only weights)" if weights_only else f", iteration {state.iteration}"))
         self.say_all(notes)
         return state
 
@@ -270,7 +270,7 @@ class Run:
         pieces = resume.entries(self.stages, self.optimizer, state=False)
         load_base_model(folder, mesh=self.mesh, pieces=pieces, names=self.base_names, classes=self.classes)
         self.optimizer.parameters_loaded(with_state=False)
-        self.say(f"loaded {folder} (weights of Hugging Face's format)")
+        self.say(f"loaded {folder} (weights in Hugging Face format)")
 
     def close(self) -> None:
         """End the data-loader workers, and gathers under way."""

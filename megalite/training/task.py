@@ -30,7 +30,7 @@ def has_short_samples(config: RunConfig) -> bool:
 
 
 def sft_options(config: RunConfig) -> SftOptions:
-    """The flags of a resolved configuration as the data room takes them."""
+    """The flags of a resolved configuration as `data/` takes them."""
     finetune = config.finetune
     assert config.data.seq_length is not None
     return SftOptions(
@@ -79,7 +79,7 @@ def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> Prompts | Non
     for text, prompt in zip(texts, ids, strict=True):
         if not 0 < len(prompt) < length:
             raise FlagError(
-                f"--eval-prompt {text!r} has {len(prompt)} tokens: it needs some, and less than --seq-length {length}"
+                f"--eval-prompt {text!r} has {len(prompt)} tokens, but needs at least 1 and below --seq-length {length}"
             )
     return Prompts(texts, ids, frozenset(each for each in ends if each is not None))
 
@@ -115,8 +115,8 @@ def _settle_length(config: RunConfig, samples: int) -> None:
     rate.lr_decay_iters = rate.lr_decay_iters or training.train_iters
     if rate.lr_warmup_iters >= rate.lr_decay_iters:
         raise UserError(
-            f"--lr-warmup-iters {rate.lr_warmup_iters} must be below the {rate.lr_decay_iters} steps over which the "
-            f"learning rate decays (default: those of --train-epochs {epochs}, here {training.train_iters})"
+            f"--lr-warmup-iters {rate.lr_warmup_iters} must be below {rate.lr_decay_iters}, the steps over which the "
+            f"learning rate decays (default: all steps of --train-epochs {epochs}, here {training.train_iters})"
         )
 
 
@@ -160,6 +160,6 @@ def _counted(datasets: Datasets) -> Datasets:
         if dataset is not None and not any(dataset[index]["loss_mask"].any() for index in range(len(dataset))):
             raise UserError(
                 f"{split}: no token of its {len(dataset)} samples counts for the loss, so there is nothing to learn or "
-                "to measure: look at what is masked (--eod-mask-loss, messages that aren't trained)"
+                "to measure: check what is masked (--eod-mask-loss, messages that aren't trained)"
             )
     return datasets

@@ -106,7 +106,7 @@ class Trainer:
             self.optimizer.begin_step(len(microbatches))
             key = random.fold(self.state.dropout_seed, "dropout")
             if self.mesh.device.type == "cuda":
-                # Kernels with a dropout stream of their own start it anew each step: resuming needs no generator state.
+                # Kernels with their own dropout generator are seeded at each step: resuming needs no generator state.
                 stream = random.fold(key, self.state.consumed_samples, self.mesh.rank)
                 torch.cuda.manual_seed(int(stream.item()) & (2**63 - 1))
             self.executor.begin(microbatches, scale=loss_scale / tokens, dropout_key=key)
@@ -176,16 +176,16 @@ class Trainer:
         told = f"iteration {number}: loss {loss}, gradient norm {result.grad_norm}"
         if training.nan_action == "stop":
             raise NonFiniteError(
-                f"{told}; the last good state is the newest checkpoint. Lower --lr, or go on past such steps with "
+                f"{told}; the last good state is the newest checkpoint. Lower --lr, or skip such steps with "
                 "--nan-action skip"
             )
         skips = self.state.skipped_in_a_row + 1
         if skips >= training.max_skips_in_a_row:
             scale = f", with the loss scale at {self.scaler.scale}" if self.config.precision.fp16 else ""
             raise NonFiniteError(
-                f"{told}{scale}. All steps since iteration {number - skips + 1} had to be skipped, as many as "
-                f"--max-skips-in-a-row {training.max_skips_in_a_row} allows: the run doesn't recover. Start from a "
-                "checkpoint of an earlier iteration (--ckpt-step), with a lower --lr"
+                f"{told}{scale}. All steps since iteration {number - skips + 1} had to be skipped, which reaches "
+                f"--max-skips-in-a-row {training.max_skips_in_a_row}: the run doesn't recover. Restart from an "
+                "earlier checkpoint (--ckpt-step) with a lower --lr"
             )
 
     def _elapsed(self) -> float:

@@ -1,4 +1,4 @@
-"""Runs a layout beside one process and judges."""
+"""Runs a layout and one process, and compares them."""
 
 from __future__ import annotations
 

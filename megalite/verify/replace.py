@@ -41,7 +41,7 @@ def replace_absent_files(config: RunConfig) -> list[str]:
     absent = [path for path in paths if get(config, path) is not None and not _all_there(config, path)]
     if not absent:
         return []
-    note = f"{_shown(config, absent)}: no such file, so made data and made tokens take the place of data and tokenizer"
+    note = f"{_shown(config, absent)}: no such file, so generated data and tokens replace data and tokenizer"
     rows = config.model.model_vocab_size
     use_made_data(config, config.tokenizer.vocab_size or (rows - 1 if rows else _VOCABULARY))
     return [note]
@@ -60,13 +60,13 @@ def replaced_note(config: RunConfig) -> list[str]:
     paths = [*(f"data.{name}" for name in _SOURCES), *(f"tokenizer.{name}" for name in _TOKENIZER_FILES)]
     paths += ["finetune.sft_data", "finetune.sft_valid_data"]
     given = [path for path in paths if get(config, path) is not None]
-    return [f"{_shown(config, given)}: not read, since --shrink takes made data and made tokens"] if given else []
+    return [f"{_shown(config, given)}: not read, since --shrink uses generated data and tokens"] if given else []
 
 
 def unused_note(config: RunConfig, proof: RunConfig) -> list[str]:
     """What was given to a run, `config`, and its `proof` neither reads nor writes."""
     given = [path for path in _PLACES if get(config, path) and not get(proof, path)]
-    why = "a proof saves, resumes and reports nothing, and takes few steps"
+    why = "a proof doesn't save, resume or report, and takes only a few steps"
     return [f"{_shown(config, given)}: not used, since {why}"] if given else []
 
 

@@ -70,8 +70,8 @@ class Size:
         most = self.most_processes or max(16, 4 * _cores())
         if count > most:
             raise FlagError(
-                f"{layout} would start {count} processes; on this machine's {_cores()} cores at most {most} are "
-                f"started. {hint}; --most-processes {count} starts them all the same"
+                f"{layout} needs {count} processes; on this machine's {_cores()} cores at most {most} are started. "
+                f"{hint}, or give --most-processes {count} to start them anyway"
             )
 
 
@@ -109,7 +109,7 @@ def _print_row(row: Row, what: str, tolerance: float) -> None:
         print(f"  {'gradient of ' + name:60} {value:.3g}")
     more = len(difference.parameters) - _SHOWN
     if more > 0:
-        print(f"  and {more} more gradients, none larger")
+        print(f"  and {more} more gradients with smaller or equal differences")
     print(_verdict(row, tolerance))
 
 
@@ -142,7 +142,7 @@ def describe(layout: LayoutConfig, processes: int | None = None) -> str:
 def _from(asked: RunConfig, config: RunConfig) -> str:
     """The layout that was asked for, where it was cut down."""
     before, after = describe(_with_chunks(asked)), describe(config.layout)
-    return "" if before == after else f", cut down from {before} (--keep-layout keeps it)"
+    return "" if before == after else f", made smaller from {before} (--keep-layout keeps it)"
 
 
 def _with_chunks(config: RunConfig) -> LayoutConfig:
@@ -167,7 +167,7 @@ def _shrunk(config: RunConfig, size: Size, folder: Path) -> tuple[RunConfig, int
     world = size.processes or _world(layout, least=2 if shards(config) else 1)
     copies = world // _least(layout)
     if copies == 0 or world % _least(layout):
-        raise FlagError(f"--processes {world}: {describe(layout)} takes a multiple of {_least(layout)} processes")
+        raise FlagError(f"--processes {world}: {describe(layout)} needs a multiple of {_least(layout)} processes")
     if config.finetune.sft_data is None:
         use_made_data(config, 1)
     size.refuse_if_over(world, describe(layout, world), "Leave out --keep-layout")
@@ -195,14 +195,14 @@ def _refuse_beyond_memory(config: RunConfig, world: int) -> None:
 def _trained(peft: PeftConfig) -> str:
     """What is trained, where that isn't the whole model."""
     if peft.peft == "lora":
-        return ", LoRA (B starts from random numbers, so that A has a gradient)"
+        return ", LoRA (B starts from random numbers, so that A's gradient isn't zero)"
     return "" if peft.peft == "none" else f", {peft.peft} tuning"
 
 
 def _verdict(row: Row, tolerance: float) -> str:
     if row.equal:
         return f"EQUAL within {tolerance:g}" + (", losses and norms bit for bit" if row.difference.bitwise else "")
-    return f"NOT EQUAL: {row.difference.worst:.3g} is over {tolerance:g}"
+    return f"NOT EQUAL: {row.difference.worst:.3g} is above {tolerance:g}"
 
 
 def prove_matrix(

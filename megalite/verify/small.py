@@ -126,8 +126,8 @@ def _small_finetuning(config: RunConfig, length: int, folder: Path | None) -> No
     given, peft = config.finetune, config.peft
     if peft.load_adapter is not None:
         raise FlagError(
-            f"--load-adapter {peft.load_adapter} doesn't fit a small network: name its kind (--peft) and what it is "
-            "beside (--lora-target-modules) instead"
+            f"--load-adapter {peft.load_adapter} doesn't fit a small network: give its kind (--peft) and targets "
+            "(--lora-target-modules) instead"
         )
     config.checkpoint, config.finetune = CheckpointConfig(), FinetuneConfig(task=given.task)
     if given.sft_data is not None:

@@ -227,7 +227,7 @@ def test_a_key_that_the_checkpoint_lacks_is_named(saved: Path) -> None:
 
 def test_parameters_that_nobody_wants_are_named_unless_asked(saved: Path) -> None:
     fewer = [item for item in logical.empty(Layout(), 0) if ".layers.3." not in item[0]]
-    with pytest.raises(CheckpointError, match=r"this network lacks:\n  layers\.3\.fc1\.weight(.|\n)*--num-layers 4"):
+    with pytest.raises(CheckpointError, match=r"network doesn't have:\n  layers\.3\.fc1\.weight(.|\n)*--num-layers 4"):
         load_checkpoint(saved, mesh=ONE, pieces=pieces_of(fewer))
     load_checkpoint(saved, mesh=ONE, pieces=pieces_of(fewer), strict=False)
     logical.assert_true(fewer)
@@ -236,7 +236,7 @@ def test_parameters_that_nobody_wants_are_named_unless_asked(saved: Path) -> Non
 def test_another_shape_is_refused_with_both_shapes_and_the_likely_flag(saved: Path) -> None:
     tensors = [item for item in logical.empty(Layout(), 0) if not item[0].endswith("layers.0.norm.weight")]
     wrong = entry("model.layers.0.norm.weight", torch.zeros(8))
-    message = r"model\.layers\.0\.norm\.weight: \(6,\) in the checkpoint, \(8,\) here(.|\n)*cause.*--hidden-size 6"
+    message = r"layers\.0\.norm\.weight: \(6,\) in the checkpoint, \(8,\) in the run(.|\n)*cause.*--hidden-size 6"
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(saved, mesh=ONE, pieces=pieces_of([*tensors, wrong]))
 
@@ -244,7 +244,7 @@ def test_another_shape_is_refused_with_both_shapes_and_the_likely_flag(saved: Pa
 def test_another_vocabulary_is_named_as_the_likely_cause(saved: Path) -> None:
     tensors = [item for item in logical.empty(Layout(), 0) if item[0] != "model.embedding.weight"]
     wrong = entry("model.embedding.weight", torch.zeros(140, logical.HIDDEN))
-    message = r"\(131, 6\) in the checkpoint, \(140, 6\) here(.|\n)*cause: another tokenizer or --vocab-size"
+    message = r"\(131, 6\) in the checkpoint, \(140, 6\) in the run(.|\n)*cause: another tokenizer or --vocab-size"
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(saved, mesh=ONE, pieces=pieces_of([*tensors, wrong]))
 

@@ -80,7 +80,7 @@ def test_a_save_deletes_nothing_of_a_run_that_lives(root: Path) -> None:
     with owning(root / OWNER, "--save run"):
         owner = root / OWNER
         owner.write_text(json.dumps(json.loads(owner.read_text()) | {"host": "elsewhere", "machine": "other"}))
-        with pytest.raises(CheckpointError, match="not saved: --save .* is written by another run .* host elsewhere"):
+        with pytest.raises(CheckpointError, match="not saved: --save .* is used by another run .* host elsewhere"):
             save(root, 30)
         assert sorted([*before, OWNER]) == names(root)
         owner.unlink()

@@ -108,14 +108,14 @@ def test_an_incomplete_newest_checkpoint_is_passed_over_and_named(how: str, root
 @pytest.mark.parametrize("how", DAMAGES)
 def test_an_incomplete_checkpoint_that_was_asked_for_is_refused_with_the_others_listed(how: str, root: Path) -> None:
     damage(root, how)
-    with pytest.raises(CheckpointError, match=r"--ckpt-step 20: .*there are: 10$"):
+    with pytest.raises(CheckpointError, match=r"--ckpt-step 20: .*valid: 10$"):
         find_checkpoint(root, 20)
 
 
 def test_a_run_without_any_complete_checkpoint_is_refused_rather_than_started_afresh(root: Path) -> None:
     damage(root, "truncated shard")
     shutil.rmtree(root / "iter_0000010")
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint: .*\.distcp is truncated: \d+ bytes of"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint: .*\.distcp is truncated"):
         find_checkpoint(root)
 
 
@@ -125,7 +125,7 @@ def test_a_step_is_found_whatever_the_tracker_says(root: Path) -> None:
 
 
 def test_a_step_that_is_not_there_lists_those_that_are(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"--ckpt-step 15: .*there are: 10, 20"):
+    with pytest.raises(CheckpointError, match=r"--ckpt-step 15: .*valid: 10, 20"):
         find_checkpoint(root, 15)
     with pytest.raises(CheckpointError, match="--ckpt-step 15: .*does not exist"):
         find_checkpoint(tmp_path / "nowhere", 15)

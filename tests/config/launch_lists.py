@@ -70,9 +70,9 @@ MIXTRAL_8X7B = """
 
 
 def without_what_is_not_built(flags: str, line: str) -> str:
-    """`flags` without those that the last line of a refusal says to take out."""
+    """`flags` without those that the last line of a refusal says to remove."""
     words = " ".join(flags.split())
-    for flag in line.partition("take out: ")[2].split(" --"):
+    for flag in line.partition("remove these flags: ")[2].split(" --"):
         shown = flag if flag.startswith("--") else f"--{flag}"
         assert f"{shown} " in f"{words} ", shown
         words = words.replace(shown, "", 1)

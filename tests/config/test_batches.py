@@ -59,7 +59,7 @@ def test_a_schedule_may_be_one_word_and_in_any_order() -> None:
     [
         (["16"], "16 is not TOKENS:SIZE"),
         (["1K:16"], "the first step must be at 0 tokens"),
-        (["0:4", "5:8"], "two steps are less than a sequence apart"),
+        (["0:4", "5:8"], "two steps are less than one sequence"),
         (["0:4", "1X:8"], "1X is not a number"),
         (["0:"], "is not a number"),
         (["0:4", "1K:16.9"], "16.9 is not a whole number"),

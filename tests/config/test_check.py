@@ -138,9 +138,9 @@ BAD = [
         1,
         "--longrope-long-factor is missing: --position-embedding-type longrope has one number for each rotated pair",
     ),
-    ("--window-size 128", 1, "--window-size: 128 is not LEFT,RIGHT like 128,0"),
+    ("--window-size 128", 1, "--window-size: 128 must be LEFT,RIGHT, such as 128,0"),
     ("--window-size 16,4", 1, "--window-size 16,4: RIGHT must be 0 or -1"),
-    ("--window-size -2,0", 1, "--window-size -2,0: LEFT is a number of tokens, or -1"),
+    ("--window-size -2,0", 1, "--window-size -2,0: LEFT must be a number of tokens, or -1"),
     # layout
     (
         "--tensor-model-parallel-size 2",
@@ -234,7 +234,7 @@ BAD = [
     (
         "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
         2,
-        "--data-parallel-sharding-strategy no_shard contradicts it",
+        "--data-parallel-sharding-strategy no_shard contradict",
     ),
     # number formats
     ("--bf16 --fp16", 1, "--bf16 and --fp16 exclude each other"),
@@ -305,7 +305,7 @@ BAD = [
     ),
     # data and tokenizer
     ("--data-path corpus", 1, "--mock-data and --data-path exclude each other"),
-    ("--split 1,2,3,4", 1, "--split: 1,2,3,4 is not one to three weights"),
+    ("--split 1,2,3,4", 1, "--split: 1,2,3,4 must be one to three weights"),
     ("--tokenizer-type SentencePieceTokenizer", 1, "--tokenizer-type SentencePieceTokenizer needs --tokenizer-model"),
     ("--tokenizer-type HuggingFaceTokenizer", 1, "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file v", 1, "--tokenizer-type GPT2BPETokenizer needs --merge-file"),
@@ -346,7 +346,7 @@ MISSING = [
     ("training.micro_batch_size", "--micro-batch-size is missing"),
     ("training.train_iters", "--train-iters or --train-samples is missing"),
     ("learning_rate.lr", "--lr is missing"),
-    ("data.mock_data", "no data: give one of --mock-data; --data-path; --data-args-path; --train-data-path, "),
+    ("data.mock_data", "no data is given: give one of --mock-data; --data-path; --data-args-path; --train-data-path, "),
     ("tokenizer.vocab_size", "--tokenizer-type NullTokenizer needs --vocab-size"),
     ("tokenizer.tokenizer_type", "--tokenizer-type GPT2BPETokenizer (the default) needs --vocab-file"),
 ]
@@ -366,15 +366,15 @@ def test_an_empty_command_line_is_told_all_that_it_needs() -> None:
 @pytest.mark.parametrize(
     "data, problem",
     [
-        ("--data-path 0.3 a 0.7", "--data-path 0.3 a 0.7: write prefixes alone, or WEIGHT PREFIX"),
-        ("--data-path 0.3 a b 0.7", "write prefixes alone, or WEIGHT PREFIX"),
-        ("--data-path a 1", "write prefixes alone, or WEIGHT PREFIX"),
+        ("--data-path 0.3 a 0.7", "--data-path 0.3 a 0.7: write only prefixes, or WEIGHT PREFIX"),
+        ("--data-path 0.3 a b 0.7", "write only prefixes, or WEIGHT PREFIX"),
+        ("--data-path a 1", "write only prefixes, or WEIGHT PREFIX"),
         ("--data-path -1 a 2 b", "weights must be finite, none negative and not all 0, not -1 2"),
         ("--data-path nan a 2 b", "weights must be finite"),
         ("--data-path 0 a 0 b", "weights must be finite, none negative and not all 0, not 0 0"),
         ("--train-data-path a --data-path b", "exclude each other: choose one source of data"),
         ("--valid-data-path a", "--train-data-path is missing beside"),
-        ("--train-data-path a --split 9,1,0", "--split 9,1,0 cuts --data-path, but each split has a path"),
+        ("--train-data-path a --split 9,1,0", "--split 9,1,0 divides --data-path, but here each split has its"),
         ("--data-path a --data-args-path b", "--data-path and --data-args-path exclude each other"),
     ],
 )

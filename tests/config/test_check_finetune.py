@@ -48,8 +48,8 @@ def test_the_task_and_the_order_follow_from_the_data() -> None:
         ("", "for finetune.py also --sft-data"),
         ("--sft-data a --mock-data", "--mock-data and --sft-data exclude each other"),
         ("--sft-data a --data-path b", "--data-path and --sft-data exclude each other"),
-        ("--sft-data a --skip-train", "--skip-train leaves nothing to do: give --sft-valid-data or --sft-valid-share"),
-        ("--sft-data a --task lm", "--task lm learns from --data-path"),
+        ("--sft-data a --skip-train", "--skip-train needs a validation set: give --sft-valid-data or"),
+        ("--sft-data a --task lm", "--task lm needs --data-path"),
         ("--mock-data --sft-packing", "--sft-packing needs --task sft"),
         ("--mock-data --parse-special-tokens", "--parse-special-tokens needs --sft-data"),
         ("--mock-data --sft-valid-data a", "--sft-valid-data a needs --sft-data"),
@@ -143,7 +143,7 @@ def test_classes_come_from_a_classifier_unless_they_have_only_numbers() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "--load-hf folder is a classifier (no, yes): it has no other use than --task classification"),
+        ("", "--load-hf folder is a classifier (no, yes): give --task classification"),
         (f"{CLASSIFY} --class-names yes no", "--class-names yes no contradicts --load-hf folder, which has no yes"),
     ],
 )
@@ -164,7 +164,7 @@ def test_what_contradicts_a_classifier_is_refused(words: str, message: str) -> N
         ("--sft-valid-data b --save-best-adapter c", "--save-best-adapter c needs --peft lora, prefix or prompt"),
         (
             "--sft-valid-data b --peft lora --save-adapter c --save-best-adapter ./c/",
-            "is the folder of --save-adapter: give it one of its own",
+            "is also the folder of --save-adapter: give another",
         ),
         ("--task classification --sft-valid-data b --eval-prompt x", "--eval-prompt x needs --task sft or lm"),
     ],

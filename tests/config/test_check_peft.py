@@ -57,7 +57,7 @@ def test_an_unknown_target_gets_the_list_of_valid_names() -> None:
         ({"peft": "lora", "lora_dropout": 1.0}, "--lora-dropout 1.0: must be from 0 to below 1"),
         ({"peft": "lora", "lora_target_modules": ["all-linear", "q_proj"]}, "already means every linear layer"),
         ({"peft": "lora", "lora_target_modules": ["c_attn", "q_proj"]}, "already means q_proj, k_proj, v_proj"),
-        ({"peft": "lora", "lora_target_modules": [","]}, "names nothing"),
+        ({"peft": "lora", "lora_target_modules": [","]}, "names no layer"),
         ({"peft": "prompt", "num_virtual_tokens": 5}, "more than the network's 64 learned positions"),
         ({"peft": "prefix", "prefix_hidden_size": 5, "num_virtual_tokens": 4}, "needs --prefix-projection"),
     ],

@@ -113,7 +113,7 @@ def test_a_checkpoint_of_another_version_is_refused() -> None:
 
 
 def test_a_program_without_checkpoints_refuses_their_flags() -> None:
-    with pytest.raises(FlagError, match="--use-checkpoint-args: this program reads no checkpoints"):
+    with pytest.raises(FlagError, match="--use-checkpoint-args: this program doesn't read checkpoints"):
         read_config(f"{SMALL} --load folder --use-checkpoint-args".split(), "p", "d", 1)
 
 
@@ -153,7 +153,7 @@ def test_megatrons_gpt3_175b_list_is_taken_as_it_stands() -> None:
 
 def test_megatrons_llama3_8b_list_lacks_only_what_is_not_built() -> None:
     *lines, last = refused(f"{LLAMA3_8B} {LLAMA3_8B_FP8} {LLAMA3_8B_SHARDING}", 8)
-    assert last == f"to run without all of these, take out: {LLAMA3_8B_FP8}"
+    assert last == f"to run, remove these flags: {LLAMA3_8B_FP8}"
     assert all(line.endswith(" is not built yet") for line in lines)
     assert [line.split()[0].rstrip(":") for line in lines] == [
         "--fp8-format",
@@ -169,7 +169,7 @@ def test_megatrons_mixtral_list_is_told_all_that_is_not_built_at_once_and_then_t
         "--num-experts 8",
         "--expert-model-parallel-size 8",
     ]
-    assert last == "to run without all of these, take out: --num-experts 8 --expert-model-parallel-size 8"
+    assert last == "to run, remove these flags: --num-experts 8 --expert-model-parallel-size 8"
     config, notes = read(without_what_is_not_built(MIXTRAL_8X7B, last), 8)
     assert config.layout.pipeline_model_parallel_size == 4
     assert config.tokenizer.tokenizer_type == "SentencePieceTokenizer"

@@ -157,7 +157,7 @@ def test_a_refused_flag_with_megatrons_default_is_harmless() -> None:
         default = BY_NAME[flag.names[0]].default
         if flag.answer != IGNORED and default:
             (note,) = notes_of(flag.names[0], default)
-            assert note == f"{flag.names[0]} {default} is ignored: this value asks for nothing special"
+            assert note == f"{flag.names[0]} {default} is ignored: this value changes nothing"
 
 
 def test_numbers_are_harmless_in_any_spelling() -> None:
@@ -194,7 +194,7 @@ def test_all_refusals_are_reported_at_once() -> None:
         parse(["--num-experts", "8", "--moe-router-topk", "2", "--use-mup", "--num-layer", "3"])
     *lines, last = str(caught.value).splitlines()
     assert [line.split()[0] for line in lines] == ["unknown", "--num-experts", "--use-mup"]
-    assert last == "to run without all of these, take out: --num-experts 8 --use-mup"
+    assert last == "to run, remove these flags: --num-experts 8 --use-mup"
 
 
 def test_a_note_is_given_once_for_a_repeated_flag() -> None:

@@ -316,7 +316,7 @@ def test_a_window_is_read_with_or_without_brackets() -> None:
     assert parse_window("(128,0)") == parse_window("128, 0") == (128, 0)
     assert resolve(given("--window-size", "(16, 0)"), 1).model.window_size == "16,0"
     for text in ("128", "a,b", "1,2,3", ""):
-        with pytest.raises(ValueError, match="is not LEFT,RIGHT"):
+        with pytest.raises(ValueError, match="must be LEFT,RIGHT"):
             parse_window(text)
 
 

@@ -239,7 +239,7 @@ def test_tools_and_tool_calls_reach_the_template(tmp_path: Path) -> None:
     ]
     assert segments[0].text.startswith('[{"name": "f"}]')
     built_in = chat_of(tmp_path, "chatml")
-    with pytest.raises(UserError, match="no form for tool_calls"):
+    with pytest.raises(UserError, match="doesn't support tool_calls"):
         built_in.template.segments(messages)
 
 

@@ -68,7 +68,7 @@ def test_names_may_be_given_and_number_the_classes(tmp_path: Path) -> None:
     texts = read(tmp_path, names=names)
     assert texts.names == tuple(names)
     assert texts.classes.tolist() == [0, 2, 1]
-    with pytest.raises(UserError, match=r'a\.jsonl:2: label "negative" is none of positive, neutral'):
+    with pytest.raises(UserError, match=r'a\.jsonl:2: label "negative" must be one of positive, neutral'):
         read(tmp_path, names=names[:2])
 
 
@@ -112,7 +112,7 @@ def test_sets_for_training_and_validation_share_their_classes(tmp_path: Path) ->
     assert isinstance(data.train, ClassificationDataset) and isinstance(data.valid, ClassificationDataset)
     assert sorted([*data.train.chosen, *data.valid.chosen]) == list(range(30))
     other = write_lines(tmp_path / "c.jsonl", [{"text": "1", "label": "mixed"}])
-    with pytest.raises(UserError, match=r'c\.jsonl:1: label "mixed" is none of negative, neutral, positive'):
+    with pytest.raises(UserError, match=r'c\.jsonl:1: label "mixed" must be one of negative, neutral, positive'):
         build_classification_datasets(replace(options, valid_data=[other]), NULL, (1, 1, 0))
 
 
@@ -140,7 +140,7 @@ def test_a_cut_text_keeps_the_tokens_that_transformers_keeps(tmp_path: Path) -> 
     found = [texts.sequences.tokens[begins[n] : begins[n + 1]].tolist() for n in range(3)]
     assert found == [theirs(line["text"], truncation=True, max_length=12)["input_ids"] for line in lines]
     assert texts.truncated >= 1
-    with pytest.raises(UserError, match="--seq-length 2 leaves no room for a text"):
+    with pytest.raises(UserError, match="--seq-length 2 is too short"):
         read_labelled_texts([data], "--data", mine, seq_length=2)
 
 

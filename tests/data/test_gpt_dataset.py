@@ -267,7 +267,7 @@ def test_more_samples_than_unweighted_prefixes_hold_are_noted(corpora: tuple[str
     sets = build(run_config(*corpora, split="1,0,0"), (10**5, 0, 0))
     assert sets.train is not None
     assert len(sets.train) < 10**5
-    assert "starts again" in sets.notes[0]
+    assert "repeats them" in sets.notes[0]
 
 
 def test_a_pickled_set_gives_the_same_samples(corpora: tuple[str, str]) -> None:

@@ -183,7 +183,7 @@ def _damage(path: Path, change: str) -> None:
         (".bin", "missing", "no file"),
         (".idx", "missing", "interrupted"),
         (".bin", "truncated", "truncated"),
-        (".bin", "longer", "another run"),
+        (".bin", "longer", "the same run"),
         (".bin", "empty", "truncated"),
         (".idx", "truncated", "truncated or damaged"),
         (".idx", "header", "truncated"),
@@ -224,7 +224,7 @@ def test_a_second_builder_of_one_prefix_is_told_and_the_first_s_files_are_whole(
     prefix = str(tmp_path / "a")
     with IndexedDatasetBuilder(prefix, np.uint16) as first:
         first.add_document([1, 2, 3])
-        with pytest.raises(UserError, match=f"{prefix} is written by another run \\(process {os.getpid()} on"):
+        with pytest.raises(UserError, match=f"{prefix} is used by another run \\(process {os.getpid()} on"):
             IndexedDatasetBuilder(prefix, np.uint16)
         first.add_document([4])
     assert [row.tolist() for row in (IndexedDataset(prefix)[n] for n in range(2))] == [[1, 2, 3], [4]]
@@ -246,5 +246,5 @@ def test_a_length_that_was_changed_is_found_on_opening(tmp_path: Path) -> None:
     good = path.read_bytes()
     for byte in range(HEADER.size, HEADER.size + 12):  # 3 lengths of 4 bytes
         path.write_bytes(good[:byte] + bytes([good[byte] ^ 1]) + good[byte + 1 :])
-        with pytest.raises(UserError, match=r"a\.(idx is damaged|bin is (truncated|of another run))"):
+        with pytest.raises(UserError, match=r"a\.(idx is damaged|bin is (truncated|not from the same run))"):
             IndexedDataset(prefix)

@@ -45,7 +45,9 @@ def test_a_document_of_several_sequences_is_one_document(tmp_path: Path) -> None
 def test_no_documents_and_wrong_tokenizers_are_said(tmp_path: Path) -> None:
     assert "0 documents" in list(describe(write(tmp_path / "none", []), None, 2, 2))[-1]
     prefix = write(tmp_path / "a", [[50]])
-    with pytest.raises(UserError, match=r"a: id 50 is outside the vocabulary of 11 ids; another tokenizer"):
+    with pytest.raises(
+        UserError, match=r"a: id 50 is outside the vocabulary of 11 ids; it was written with another tokenizer"
+    ):
         list(describe(prefix, NullTokenizer(10), 1, 1))
     with pytest.raises(FlagError, match="--tokens 0"):
         list(describe(prefix, None, 1, 0))

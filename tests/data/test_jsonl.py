@@ -26,10 +26,10 @@ def test_lines_keep_their_numbers_over_blank_lines_byte_order_marks_and_compress
     "content, message",
     [
         (b'{"a": 1', r":2: broken JSON: .*column 8"),
-        (b"[1, 2]", r":2: a JSON object is needed, not \[1, 2\]"),
+        (b"[1, 2]", r":2: it must be a JSON object, not \[1, 2\]"),
         (b'{"a": "\xff"}', r":2: not UTF-8: byte 0xff at byte 8"),
         (rb'{"a": ["\ud83d"]}', r":2: it holds \\ud83d, half of a surrogate pair"),
-        (rb'{"a": {"b": "\ufdd0"}}', r":2: it holds U\+FDD0, which is no character"),
+        (rb'{"a": {"b": "\ufdd0"}}', r":2: it holds U\+FDD0, which is not a character"),
         ('{"a": "\ufdd3"}'.encode(), r":2: it holds U\+FDD3"),
         (b"[" * 100_000, r":2: broken JSON"),
         (b'{"a": [{"b": 1, "c": 2, "b": 3}]}', r':2: the key "b" occurs twice in an object'),
@@ -44,7 +44,7 @@ def test_a_bad_line_is_told_by_file_and_line(tmp_path: Path, content: bytes, mes
 def test_a_missing_file_or_another_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--flag .*none\.jsonl: no such file"):
         list(read_lines(str(tmp_path / "none.jsonl"), "--flag"))
-    with pytest.raises(UserError, match=r"--flag .* is a folder: name its files"):
+    with pytest.raises(UserError, match=r"--flag .* is a folder: give the files in it"):
         list(read_lines(str(tmp_path), "--flag"))
     for name in ("a.parquet", "a.txt.gz"):
         with pytest.raises(UserError, match="JSON lines are needed"):
@@ -72,7 +72,7 @@ def test_a_file_that_is_one_list_gives_the_objects_and_their_lines(tmp_path: Pat
         ('[\n{"a": 1}\n{"b": 2}]', ":3: broken JSON: a comma or the end of the list is missing"),
         ('[\n{"a": 1},\n{"b"', ":3: broken JSON"),
         ('[{"a": 1}]\n{}', ":1: broken JSON: something follows the end"),
-        ("[\n\n5]", ":3: a JSON object is needed, not 5"),
+        ("[\n\n5]", ":3: it must be a JSON object, not 5"),
         ('[\n{"a": 1, "a": 2}]', ':2: the key "a" occurs twice'),
         ('[{"a": 1},', ":1: broken JSON"),
     ],

@@ -120,7 +120,7 @@ BAD_LINES = {
     "a number": b'{"text": 5}',
     "surrogate": b'{"text": "\\ud800"}',
     "not UTF-8": b'{"text": "\xff"}',
-    "is none": b'{"text": "1 two"}',
+    "is not an id": b'{"text": "1 two"}',
     "0 to 1000": b'{"text": "1001"}',
 }
 
@@ -226,7 +226,7 @@ def test_documents_are_the_text_alone_whatever_the_tokenizers_own_template(tmp_p
     told: list[str] = []
     preprocess(PreprocessOptions([str(source)], str(tmp_path / "o")), config, told.append)
     assert documents(tmp_path / "o") == plain
-    assert len([line for line in told if "the ids of the text alone" in line]) == (template != "$A")
+    assert len([line for line in told if "only the ids of the text" in line]) == (template != "$A")
     run(source, tmp_path / "eod", config, append_eod=True)
     assert documents(tmp_path / "eod") == [[*ids, 1] for ids in plain]
     begin = [2, 0] if "[g]" in template else [0]  # the template's, or the BOS id where it has none
@@ -235,7 +235,7 @@ def test_documents_are_the_text_alone_whatever_the_tokenizers_own_template(tmp_p
 
 
 def test_prepend_bos_without_a_begin_id_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FlagError, match="--prepend-bos: this tokenizer has no begin id"):
+    with pytest.raises(FlagError, match="--prepend-bos: this tokenizer has no begin-of-text id"):
         run(write_jsonl(tmp_path / "a.jsonl", ["1"]), tmp_path / "o", prepend_bos=True)
     assert list(tmp_path.glob("o*")) == []
 

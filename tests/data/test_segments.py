@@ -85,7 +85,7 @@ def test_signs_become_ids_that_the_tokenizer_can_not_read_from_text(tmp_path: Pa
         tokenizer.eod,
     ]
     assert TextEncoder(NullTokenizer(9)).ids(f"1 2{EOD_SIGN}") == [1, 2, 9]
-    with pytest.raises(UserError, match="no begin id"):
+    with pytest.raises(UserError, match="no begin-of-text id"):
         TextEncoder(NullTokenizer(9)).ids(BOS_SIGN)
 
 

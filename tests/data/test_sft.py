@@ -296,7 +296,7 @@ def test_a_sample_whose_answers_exceed_a_row_is_an_error_unless_asked_otherwise(
     tmp_path: Path, policy: str, kept: int
 ) -> None:
     file = counting(tmp_path / "a.jsonl", [(2, 8), (2, 9)])
-    with pytest.raises(UserError, match=r"a\.jsonl:2: the sample has 12 tokens, 10 of them in answers, .* holds 11"):
+    with pytest.raises(UserError, match=r"a\.jsonl:2: the sample has 12 tokens, 10 of them in answers, .* allows 11"):
         build_sft_datasets(options(file, seq_length=10), NULL, None, (1, 0, 0))
     data = build_sft_datasets(options(file, seq_length=10, long_answers=policy), NULL, None, (1, 0, 0))
     assert len(rows_of(data.train)) == kept
@@ -336,15 +336,15 @@ BAD = [
     ({"prompt": "a", "completion": "b", "messages": CONVERSATION}, "messages and also prompt and completion"),
     ({"conversations": []}, "conversations must be a list of objects with from and value"),
     ({"conversations": [{"from": "bob", "value": "x"}]}, 'a turn from "bob"; known are human'),
-    ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history isn't read"),
-    ({"messages": CONVERSATION, "system": "x"}, "key system and also a first message"),
+    ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "the key history is not supported"),
+    ({"messages": CONVERSATION, "system": "x"}, "both the key system and a first message"),
     ({"messages": with_keys(loss_mask=0)}, 'message 3 has the key "loss_mask".*"weight": 0 or "train": false'),
-    ({"messages": with_keys(reasoning_content="x")}, 'message 3 has the key "reasoning_content", which nothing reads'),
-    ({"messages": with_keys(tool_calls=[{"name": "f"}])}, 'message 3 has the key "tool_calls", which nothing reads'),
-    ({"messages": CONVERSATION, "tools": [{"name": "f"}]}, "it has tools, and the chat template .* no place for them"),
-    ({"messages": CONVERSATION, "weight": 0}, "the key weight isn't read here.*in its message"),
-    ({"prompt": "a", "completion": "b", "train": False}, "the key train isn't read here"),
-    ({"messages": CONVERSATION, "chat_template_kwargs": {"a": 1}}, "the key chat_template_kwargs isn't read here"),
+    ({"messages": with_keys(reasoning_content="x")}, 'message 3 has the key "reasoning_content", which is not'),
+    ({"messages": with_keys(tool_calls=[{"name": "f"}])}, 'message 3 has the key "tool_calls", which is not supported'),
+    ({"messages": CONVERSATION, "tools": [{"name": "f"}]}, "it has tools, and the chat template .* doesn't use them"),
+    ({"messages": CONVERSATION, "weight": 0}, "the key weight is not supported.*in its message"),
+    ({"prompt": "a", "completion": "b", "train": False}, "the key train is not supported"),
+    ({"messages": CONVERSATION, "chat_template_kwargs": {"a": 1}}, "the key chat_template_kwargs is not supported"),
     ({"prompt": "a", "completion": "b", "system": "c"}, "it has system beside prompt and completion"),
     (
         {"messages": [*MESSAGES[:1], {"role": "assistant", "content": ""}], "system": "x"},
@@ -373,7 +373,7 @@ def test_tools_are_a_list_or_one_as_json_and_none_where_that_is_empty(tmp_path: 
 def test_a_conversation_that_the_template_can_not_begin_with_is_told(tmp_path: Path) -> None:
     folder = chat_tokenizer(tmp_path / "reasoning", "{{ messages[0].content }}")
     file = write_lines(tmp_path / "a.jsonl", [{"messages": [MESSAGES[1], *MESSAGES]}])
-    with pytest.raises(UserError, match=r"a\.jsonl:1: it begins with an answer.*begin with a message of the system or"):
+    with pytest.raises(UserError, match=r"a\.jsonl:1: it begins with an answer.*begin with a system or user"):
         SftReader(options(), HuggingFaceTokenizer(str(folder)), str(folder)).read([file], "--sft-data")
 
 
@@ -554,7 +554,7 @@ def test_packing_serves_every_sample_once_in_fewer_rows(tmp_path: Path) -> None:
     filled = (padded.sequences.lengths - 1).sum() / (len(packed) * 64)
     assert filled > 0.95
     notes = build_sft_datasets(options(file, packing=True), NULL, None, (1, 0, 0)).notes
-    assert f"300 samples packed into {len(packed)} rows, {filled:.1%}" in notes[-1]
+    assert f"300 samples packed into {len(packed)} rows, which are {filled:.1%}" in notes[-1]
 
 
 def test_memory_is_five_bytes_a_token(tmp_path: Path) -> None:

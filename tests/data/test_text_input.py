@@ -183,7 +183,7 @@ def test_inputs_that_mean_nothing_are_refused(tmp_path: Path) -> None:
         expand_inputs([str(tmp_path)])
     with pytest.raises(UserError, match=r"names .*a.jsonl twice"):
         expand_inputs([path, str(tmp_path / "*.jsonl")])
-    with pytest.raises(UserError, match=r"\.parquet isn't read"):
+    with pytest.raises(UserError, match=r"\.parquet is not supported"):
         kind_of("data.parquet")
 
 

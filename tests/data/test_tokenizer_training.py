@@ -71,7 +71,7 @@ def test_a_vocabulary_too_small_for_the_characters_names_the_smallest_that_works
 
 @pytest.mark.parametrize("texts", [[], ["", "  \n"]])
 def test_a_corpus_without_text_is_refused(tmp_path: Path, texts: list[str]) -> None:
-    with pytest.raises(UserError, match=r"in.jsonl: no text to learn from"):
+    with pytest.raises(UserError, match=r"in.jsonl: there is no text to train on"):
         train(tmp_path, texts, 300)
     assert not (tmp_path / "out.model").exists()
 

@@ -287,7 +287,12 @@ def test_null_tokenizer_reads_ids_and_has_one_more_for_eod() -> None:
     assert (tokenizer.vocab_size, tokenizer.eod) == (131, 130)
     assert tokenizer.tokenize(" 0 5\n129 ") == [0, 5, 129]
     assert tokenizer.detokenize([0, 5, 129, 130]) == "0 5 129"
-    for wrong, message in (("1 x", "'x' is none"), ("131", "0 to 130"), ("-1", "0 to 130"), ("1.0", "'1.0' is none")):
+    for wrong, message in (
+        ("1 x", "'x' is not an id"),
+        ("131", "0 to 130"),
+        ("-1", "0 to 130"),
+        ("1.0", "'1.0' is not an id"),
+    ):
         with pytest.raises(UserError, match=message):
             tokenizer.tokenize(wrong)
 
@@ -308,10 +313,10 @@ def test_a_wrong_form_of_a_token_is_an_error(hf_folder: Path, tmp_path: Path) ->
     for content, message in (
         (
             '{"added_tokens_decoder": {"x": {}}}',
-            "names a token in a wrong form",
+            "has a wrong token",
         ),
-        ('{"added_tokens_decoder": [5]}', "names a token in a wrong form"),
-        ('{"eos_token": {}}', "names a token in a wrong form"),
+        ('{"added_tokens_decoder": [5]}', "has a wrong token"),
+        ('{"eos_token": {}}', "has a wrong token"),
         ("[1]", "tokenizer_config.json: not a JSON object"),
         ("{", "tokenizer_config.json: broken JSON"),
     ):

@@ -42,7 +42,7 @@ def test_on_gpus_a_missing_local_rank_is_refused_with_the_line_that_sets_it(monk
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_local_rank_beyond_the_gpus_is_refused() -> None:
-    with pytest.raises(FlagError, match="LOCAL_RANK=2 is beyond the 2 GPUs"):
+    with pytest.raises(FlagError, match="LOCAL_RANK=2 must be below 2"):
         choose_device("cuda", Environment(rank=2, world_size=4, local_rank=2))
 
 

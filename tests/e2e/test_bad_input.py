@@ -144,7 +144,7 @@ def damaged(saved: Path, tmp_path: Path) -> Path:
 
 def test_a_missing_checkpoint_is_an_error_only_where_asked(tmp_path: Path) -> None:
     flags = f"{MICRO} --load {tmp_path}/none --train-iters 1"
-    assert "starting fresh" in run(flags).out
+    assert "starting a new run" in run(flags).out
     refused(f"{flags} --exit-on-missing-checkpoint", 1, f"--load {tmp_path}/none", "--exit-on-missing-checkpoint")
     refused(f"{flags} --pretrained-checkpoint {tmp_path}/other", 1, f"--pretrained-checkpoint {tmp_path}/other")
     assert list(tmp_path.iterdir()) == []
@@ -222,7 +222,7 @@ def test_a_folder_to_save_in_that_can_not_be_made(tmp_path: Path) -> None:
 def test_a_folder_that_another_run_saves_in(tmp_path: Path) -> None:
     with owning(tmp_path / OWNER, "--save of this test"):
         before = listing(tmp_path)
-        words = (f"--save {tmp_path} is written by another run", f"process {os.getpid()} on host")
+        words = (f"--save {tmp_path} is used by another run", f"process {os.getpid()} on host")
         refused(f"{MICRO} --save {tmp_path} --save-interval 1", 1, *words)
         assert listing(tmp_path) == before
     run(f"{MICRO} --save {tmp_path} --save-interval 1 --train-iters 1")

@@ -274,7 +274,7 @@ def test_a_classifier_of_another_number_of_classes_is_refused(labels: str, tmp_p
     chat_tokenizer(source)
     outcome = tune(f"--load-hf {source} --task classification --sft-data {labels}", check=False)
     assert outcome.code == 1
-    assert "decides between 3 classes (LABEL_0, LABEL_1, LABEL_2), but --sft-data has 2: 0, 1" in outcome.err
+    assert "has 3 classes (LABEL_0, LABEL_1, LABEL_2), but --sft-data has 2: 0, 1" in outcome.err
 
 
 # ---------------------------------------------------------------------------------------------------- bad input

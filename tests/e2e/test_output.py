@@ -231,7 +231,7 @@ def test_the_opening_block_says_what_the_run_is(outcome: Outcome) -> None:
 def test_the_end_says_what_was_trained_how_fast_and_in_how_much_memory(outcome: Outcome, folder: Path) -> None:
     (line,) = (line for line in outcome.out.splitlines() if line.startswith("trained "))
     found = re.fullmatch(
-        r"trained (\d+) steps of ([\d,]+) tokens in ([\d.]+) s: ([\d,]+) tokens/s; peak memory of a process (.+) MB",
+        r"trained (\d+) steps of ([\d,]+) tokens in ([\d.]+) s: ([\d,]+) tokens/s; peak memory per process (.+) MB",
         line,
     )
     assert found is not None, line

@@ -77,7 +77,7 @@ def test_a_process_that_only_has_the_number_of_the_owner_s_is_not_the_owner(file
 
 def test_one_process_does_not_own_a_place_twice(file: Path) -> None:
     with owning(file, "--save run"):
-        with pytest.raises(UserError, match="is written by another run"), owning(file, "--save run"):
+        with pytest.raises(UserError, match="is used by another run"), owning(file, "--save run"):
             pass
         assert file.exists()
 
@@ -100,7 +100,7 @@ def age(file: Path, seconds: float) -> None:
 
 def test_an_owner_on_another_machine_lives_until_it_was_silent_for_minutes(elsewhere: Path) -> None:
     age(elsewhere, owner.SILENCE - 60)
-    with pytest.raises(UserError, match="--save run is written by another run .*on host elsewhere.* 5 minutes later"):
+    with pytest.raises(UserError, match="--save run is used by another run .*on host elsewhere.* 5 minutes later"):
         check_unowned(elsewhere, "--save run")
     assert os.listdir(elsewhere.parent) == [OWNER]
     age(elsewhere, owner.SILENCE + 60)
@@ -114,7 +114,7 @@ def test_a_container_on_the_same_host_is_another_machine(file: Path, monkeypatch
         edit(file, pid=2**22 + 1)  # a process that this container doesn't have
         check_unowned(file, "--save run")
         monkeypatch.setattr(os, "readlink", lambda _: "pid:[1]")
-        with pytest.raises(UserError, match="is written by another run"):
+        with pytest.raises(UserError, match="is used by another run"):
             check_unowned(file, "--save run")
 
 
@@ -131,7 +131,7 @@ def test_a_new_run_waits_until_it_knows_of_an_owner_elsewhere(
     age(elsewhere, owner.SILENCE - 20)
     monkeypatch.setattr(time, "sleep", sleep)
     refused = pytest.raises(UserError, match="elsewhere") if lives else nullcontext()
-    with pytest.warns(UserWarning, match="waiting up to 20 s for a sign of life"), refused, owning(elsewhere, "run"):
+    with pytest.warns(UserWarning, match="waiting up to 20 s to see"), refused, owning(elsewhere, "run"):
         pass
     assert elsewhere.exists() == lives
 

@@ -41,7 +41,7 @@ def test_all_numbers_out_of_range_are_named_at_once() -> None:
 
 def test_what_has_no_effect_is_said() -> None:
     assert GenerationOptions(top_k=5, top_p=0.9).notes() == [
-        "--top-k and --top-p: no effect at --temperature 0, which takes the likeliest token"
+        "--top-k and --top-p: no effect with --temperature 0, which always takes the most likely token"
     ]
     assert GenerationOptions(temperature=1.0, top_k=5).notes() == []
     assert GenerationOptions().notes() == []

@@ -255,7 +255,7 @@ def test_messages_in_parts_are_joined(client: Client) -> None:
         ),
         (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}, 400, "role: Input should be"),
         (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "role: Input should be"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts of type text alone"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts, all of type text"),
         (CHAT, {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, 400, "tool_calls"),
         (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools is not supported"),
         ("/v1/embeddings", {}, 404, "there is no /v1/embeddings"),
@@ -324,10 +324,10 @@ def raw(client: Client, content: bytes) -> bytes:
         ("GET", COMPLETIONS, {}, 405, f"{COMPLETIONS} takes POST"),
         ("GET", "/nothing", {}, 404, "there is no /nothing"),
         ("BREW", "/health", {}, 405, "/health takes GET"),
-        ("GET", "/health", {"Host": "evil.example:80"}, 403, "Host: this server answers for 127.0.0.1, localhost"),
+        ("GET", "/health", {"Host": "evil.example:80"}, 403, "Host: this server only answers requests to 127.0.0.1"),
         ("GET", "/health", {"Host": "localhost.example"}, 403, "Host: "),
         ("GET", "/health", {"Host": "[broken"}, 403, "Host: "),
-        ("POST", COMPLETIONS, {"Origin": "https://evil.example"}, 403, "Origin: this server answers pages of"),
+        ("POST", COMPLETIONS, {"Origin": "https://evil.example"}, 403, "Origin: this server only answers web pages of"),
         ("POST", COMPLETIONS, {"Origin": "http://127.0.0.1.evil.example"}, 403, "Origin: "),
         ("POST", COMPLETIONS, {"Origin": "null"}, 403, "Origin: "),
         ("POST", "/nothing", {"Origin": "null"}, 403, "Origin: "),
@@ -566,10 +566,10 @@ def test_a_server_that_ends_tells_those_that_it_answers(loaded: LoadedModel, mon
         stream = client.official.completions.create(model="tiny", prompt="c", max_tokens=250, stream=True)
         next(stream)
         client.service._closing = True  # as `stop` does
-        with pytest.raises(openai.APIError, match="the server is ending"):
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
             for _ in stream:
                 pass
-        with pytest.raises(openai.InternalServerError, match="the server is ending"):
+        with pytest.raises(openai.InternalServerError, match="the server is shutting down"):
             client.complete("a", 1)
 
 

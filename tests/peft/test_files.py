@@ -91,7 +91,7 @@ def test_what_is_not_supported_is_refused_by_its_name(base: Path, changes: dict[
 def test_an_adapter_of_another_model_is_refused_in_one_message(base: Path, values: dict[str, Any]) -> None:
     folder, other = _save(base, values), base.parent / "other"
     llama_like("Llama", hidden_size=48, num_key_value_heads=2).save_pretrained(other)
-    with pytest.raises(UserError, match="is an adapter of another model:\n  ") as caught:
+    with pytest.raises(UserError, match="is an adapter for another model:\n  ") as caught:
         _load(other, folder)
     assert len(str(caught.value).splitlines()) <= 6
 
@@ -101,14 +101,14 @@ def test_an_adapter_of_another_model_is_refused_in_one_message(base: Path, value
     [
         (
             {"target_modules": ["q_proj", "k_proj", "v_proj"]},
-            r"o_proj: it has matrices, and target_modules doesn't mean",
+            r"o_proj: it has matrices, but isn't in target_modules",
         ),
         ({"target_modules": r".*\.[qkv]_proj"}, r"o_proj: it has matrices"),
         ({"exclude_modules": ["k_proj"]}, r"k_proj: it has matrices"),
         ({"layers_to_transform": [0]}, r"layers\.1\.self_attn\.k_proj: it has matrices"),
         (
             {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]},
-            "up_proj: target_modules means it, and",
+            "up_proj: in target_modules, but",
         ),
     ],
     ids=["less", "pattern", "excluded", "layers", "more"],
@@ -127,7 +127,7 @@ def test_matrices_are_those_that_the_configuration_means(base: Path, changes: di
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: {name: tensor.int() for name, tensor in t.items()}, "no number format"),
+        (lambda t: {name: tensor.int() for name, tensor in t.items()}, "not floating-point"),
         (lambda t: {name: tensor * torch.nan for name, tensor in t.items()}, "aren't finite"),
         (lambda t: {**t, "base_model.model.model.embed_tokens.weight": torch.zeros(3)}, "embed_tokens"),
         (lambda t: {**t, "base_model.model.score.weight": torch.zeros(3, 32)}, "is of a classifier"),
@@ -171,7 +171,7 @@ def test_an_adapter_for_some_layers_only_is_refused(base: Path) -> None:
     folder = _save(base, {"peft": "lora"})
     path = folder / "adapter_model.safetensors"
     save_file({name: tensor for name, tensor in load_file(path).items() if ".layers.1." not in name}, path)
-    with pytest.raises(UserError, match="not supported, as it is for some layers alone:\n  layers_to_transform"):
+    with pytest.raises(UserError, match="not supported: it covers only some of the layers:\n  layers_to_transform"):
         _load(base, folder)
 
 
@@ -225,10 +225,10 @@ def test_a_pattern_that_would_never_end_is_refused(
     monkeypatch.setattr("megalite.peft.files._SECONDS", 0.2)
     folder = _save(base, {"peft": "lora"})
     _edit(folder, **changes)
-    with pytest.raises(UserError, match=r"adapter_config\.json: its patterns take too long; write names of modules"):
+    with pytest.raises(UserError, match=r"adapter_config\.json: matching its patterns takes too long; write module"):
         _load(base, folder)
     _edit(folder, **{next(iter(changes)): "a" * 1001 if "modules" in next(iter(changes)) else {"a" * 1001: 4}})
-    with pytest.raises(UserError, match="is a pattern of 1001 characters; at most 1000 are read"):
+    with pytest.raises(UserError, match="is a pattern of 1001 characters; the limit is 1000"):
         _load(base, folder)
 
 

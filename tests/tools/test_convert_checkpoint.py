@@ -93,7 +93,7 @@ def test_the_command_fails_with_one_line_and_status_1(tmp_path: Path) -> None:
     arguments = ["hf-to-megalite", "--hf", str(tmp_path / "nowhere"), "--save", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"convert_checkpoint.py: error: {tmp_path}/nowhere is no folder here, nor the name ")
+    assert done.stderr.startswith(f"convert_checkpoint.py: error: {tmp_path}/nowhere is neither a folder here nor ")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
 

@@ -65,7 +65,7 @@ def test_the_embedded_corpus_is_built(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "train.jsonl" in done.stdout
     assert {"text", "path"} == set(json.loads((tmp_path / "corpus" / "valid.jsonl").open().readline()))
-    assert "no folder of .py files" in fails(1, "build_corpus", "--output", tmp_path, "--source", tmp_path / "none")
+    assert "give a folder of .py files" in fails(1, "build_corpus", "--output", tmp_path, "--source", tmp_path / "none")
 
 
 def test_bad_flags_exit_2_with_one_line(tmp_path: Path) -> None:

@@ -143,21 +143,21 @@ def test_a_prompt_can_come_from_a_file_in_its_place_among_the_others(
 
 def test_what_has_no_effect_is_said(tool: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, err = call(tool, capsys, *words(run, "--prompt", "a", "--top-k", "5", "--max-new-tokens", "1"))
-    assert "--top-k: no effect at --temperature 0" in err
+    assert "--top-k: no effect with --temperature 0" in err
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ((), "--prompt or --prompt-file is missing"),
+        ((), "give --prompt, --prompt-file"),
         (("--prompt", "a", "--load-hf", "b"), "exactly one of --load and --load-hf"),
         (("--prompt", "a", "--serve", "0"), "--serve takes its prompts from requests"),
         (("--serve", "65536"), "--serve 65536 must be a port"),
         (("--serve", "0", "--serve-memory", "0"), "--serve-memory 0.0 must be a positive number"),
-        (("--serve", "0", "--serve-memory", "1e-9"), "--serve-memory 1e-09 GiB has no room for two tokens"),
-        (("--prompt", "a", "--serve-memory", "1"), "--serve-memory belongs to --serve"),
-        (("--chat", "--json"), "--json belongs to --prompt"),
-        (("--prompt", "a", "--system", "b"), "--system belongs to --chat and --serve"),
+        (("--serve", "0", "--serve-memory", "1e-9"), "--serve-memory 1e-09 GiB is too little for two tokens"),
+        (("--prompt", "a", "--serve-memory", "1"), "--serve-memory needs --serve"),
+        (("--chat", "--json"), "--json needs --prompt"),
+        (("--prompt", "a", "--system", "b"), "--system needs --chat or --serve"),
         (("--chat",), "give --chat-template chatml or a file"),
         (("--prompt", "a", "--max-new-tokens", "-1"), "--max-new-tokens -1 must be at least 1"),
         (("--prompt", "a", "--temperature", "-0.5"), "--temperature -0.5 must be 0"),
@@ -240,7 +240,7 @@ def test_a_signal_ends_the_server_in_the_middle_of_an_answer(hf: Path, number: s
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         lines = [server.stderr.readline() for _ in range(3)]
-        found = re.match(r"tiny on (http://127\.0\.0\.1:\d+/v1); Ctrl-C ends it", lines[1])
+        found = re.match(r"tiny on (http://127\.0\.0\.1:\d+/v1); Ctrl-C stops it", lines[1])
         assert found is not None, lines
         curl, url, data, example = shlex.split(lines[2].removeprefix("try: "))
         assert (curl, url, data) == ("curl", f"{found[1]}/chat/completions", "-d")

@@ -125,7 +125,7 @@ def test_a_run_from_a_checkpoint_is_proved(tool: ModuleType, base: Path, answers
         (["--sft-data", "missing.jsonl"], "no such file"),
         (["--peft", "prefix", "--lora-rank", "3"], "--lora-rank 3 needs --peft lora"),
         (["--num-layers", "7"], "--num-layers 7 contradicts --load-hf"),
-        (["--shrink", "--load-adapter", "ADAPTER"], "--load-adapter .* name its kind"),
+        (["--shrink", "--load-adapter", "ADAPTER"], "--load-adapter .* give its kind"),
         (["--load-adapter", "missing"], "adapter_config.json"),
     ],
 )
@@ -138,7 +138,7 @@ def test_bad_flags_are_told_before_any_process_starts(
         tool.main(_flags(base, answers, *(str(tmp_path) if word == "ADAPTER" else word for word in more)))
 
 
-MIXTRAL_MISSING = "take out: --num-experts 8 --expert-model-parallel-size 8"
+MIXTRAL_MISSING = "remove these flags: --num-experts 8 --expert-model-parallel-size 8"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ MIXTRAL_MISSING = "take out: --num-experts 8 --expert-model-parallel-size 8"
     [
         pytest.param(
             GPT3_175B,
-            "8 processes will start on {cores} CPU cores: TP 2 x PP 4 x DP 1, cut down from TP 8 x PP 16",
+            "8 processes will start on {cores} CPU cores: TP 2 x PP 4 x DP 1, made smaller from TP 8 x PP 16",
             marks=pytest.mark.full_matrix,
         ),
         (f"{LLAMA3_8B} {LLAMA3_8B_SHARDING}", "2 processes will start on {cores} CPU cores: TP 1 x PP 1 x DP 2\n"),
@@ -172,9 +172,9 @@ def test_a_pasted_launch_script_is_proved_in_small(
 def test_more_processes_than_a_machine_bears_are_refused_unless_asked_for(tool: ModuleType) -> None:
     words = [*GPT3_175B.split(), "--steps", "1"]
     for more in ([], ["--shrink", "--keep-layout"]):
-        with pytest.raises(FlagError, match="TP 8 x PP 16 x DP 1 would start 128 processes"):
+        with pytest.raises(FlagError, match="TP 8 x PP 16 x DP 1 needs 128 processes"):
             tool.main([*words, *more, "--most-processes", "127"])
-    with pytest.raises(FlagError, match="--matrix 32 would start 32 processes"):
+    with pytest.raises(FlagError, match="--matrix 32 needs 32 processes"):
         tool.main([*words, "--matrix", "32", "--most-processes", "31"])
 
 
@@ -190,7 +190,7 @@ def test_files_that_are_not_there_are_made_for_a_proof_at_full_size(
     network = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 64"
     words = f"{RUN} {network} {files} --tensor-model-parallel-size 2 --processes 2 --vocab-size 50 --steps 1"
     assert tool.main(words.split()) == 0
-    assert "merges.txt: no such file, so made data" in capsys.readouterr().err
+    assert "merges.txt: no such file, so generated data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class Architecture:
         template = name if match is None else f"decoder.layers.{{n}}.{name[match.end() :]}"
         rule = _EVERYWHERE.get(name) or self.names.get(template)
         if rule is None:
-            raise CheckpointError(f"{self.model_type} has no counterpart of the parameter {name}")
+            raise CheckpointError(f"{self.model_type} has no parameter that corresponds to {name}")
         return tuple(replace(one, name=one.name.replace("{n}", number)) for one in rule(shape))
 
     @property

@@ -32,16 +32,16 @@ def read_classes(values: Mapping[str, Any], where: str) -> tuple[str, ...] | Non
     if labels is None:
         labels = dict(enumerate(unnamed_classes(count)))
     if not isinstance(labels, Mapping):
-        raise CheckpointError(f"{where}: id2label {labels!r} is no object of numbers and names")
+        raise CheckpointError(f"{where}: id2label {labels!r} must be a JSON object of class numbers and names")
     if kind not in (None, "single_label_classification") or len(labels) < 2:
         raise CheckpointError(
-            f"{where}: problem_type {kind!r} with {len(labels)} labels is not supported: a classifier decides for one "
-            "of two or more classes"
+            f"{where}: problem_type {kind!r} with {len(labels)} labels is not supported; only single-label "
+            "classification with two or more labels is"
         )
     by_number = {str(number): name for number, name in labels.items()}
     names = tuple(str(by_number.get(str(number))) for number in range(len(by_number)))
     if by_number.keys() != {str(number) for number in range(len(names))} or len(set(names)) < len(names):
-        raise CheckpointError(f"{where}: id2label {labels} doesn't give every class from 0 on a name of its own")
+        raise CheckpointError(f"{where}: id2label {labels} must give each class from 0 on a different name")
     return names
 
 
@@ -71,7 +71,7 @@ def padding_notes(padding: int | None) -> list[str]:
     """What the user of a classifier must know of its padding."""
     if padding is not None:
         return []
-    return ["pad_token_id is null, since no id is known that ends no text: give transformers one text at a time"]
+    return ["pad_token_id is null, as no id is known that never ends a text: give transformers one text at a time"]
 
 
 def padding_id(tokenizer: Tokenizer | None, stored: Any, rows: int) -> int | None:

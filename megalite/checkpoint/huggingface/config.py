@@ -68,8 +68,7 @@ def read_huggingface_config(directory: str | Path, ignored: Collection[str] | No
     path = Path(directory, CONFIG_FILE)
     if not path.parent.is_dir():
         raise CheckpointError(
-            f"{directory} is no folder here: give the folder of a model, such as `hf download NAME --local-dir FOLDER` "
-            "makes"
+            f"{directory} is not a folder: give the folder of a model; `hf download NAME --local-dir FOLDER` makes one"
         )
     return parse_config(read_json(path), str(path), ignored)
 
@@ -78,7 +77,7 @@ def parse_config(values: Mapping[str, Any], where: str, ignored: Collection[str]
     """As `read_huggingface_config`, from the file's object; `where` names it."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise CheckpointError(f"{where}: model_type {kind!r} is not supported; there are {', '.join(ARCHITECTURES)}")
+        raise CheckpointError(f"{where}: model_type {kind!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     architecture, fields = ARCHITECTURES[kind], Fields(values, where)
     vocab_size = fields.take("vocab_size", int)
     model = ModelConfig(**architecture.read(fields))
@@ -86,7 +85,7 @@ def parse_config(values: Mapping[str, Any], where: str, ignored: Collection[str]
     described = RunConfig(model=model)
     problems = [*problems_of_values(described)] or [*model_problems(described)]
     if problems:
-        raise CheckpointError(f"{where} describes a network that can't be: {'; '.join(problems)}")
+        raise CheckpointError(f"{where} describes an impossible network: {'; '.join(problems)}")
     return HuggingFaceModel(architecture, model, vocab_size, read_classes(values, where), notes)
 
 
@@ -128,7 +127,7 @@ def describe_network(
             return architecture, values
     closest = min(lost, key=lambda kind: len(lost[kind]))
     raise CheckpointError(
-        f"no Hugging Face architecture known here has this network; the closest, {closest}, can't express "
+        f"no supported Hugging Face architecture can express this network; the closest, {closest}, can't express "
         f"{', '.join(lost[closest])}"
     )
 

@@ -66,22 +66,22 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     transformers' `ForSequenceClassification`. Raises a `CheckpointError`, and nothing of the attempt stays.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"--hf {target} exists and is no empty folder: choose a new one")
+        raise CheckpointError(f"--hf {target} exists and is not an empty folder: choose a new one")
     index = read_index(source)
     check_files(source, index.files)
     tensors = {key.removeprefix(_PREFIX): info for key, info in index.tensors().items() if key.startswith(_PREFIX)}
     config = read_config(source)
     if EMBEDDING not in tensors and config.peft.peft != "none":
-        remedy = "PEFT loads what finetune.py wrote for --save-adapter beside the model"
+        remedy = "to use it, load the folder of --save-adapter in PEFT, together with the model"
         if config.peft.peft == "lora":
             base = config.finetune.load_hf or "MODEL"
             adapter = config.peft.save_adapter or "FOLDER_OF_SAVE_ADAPTER"
             remedy = (
                 f"python tools/merge_adapter.py --load-hf {base} --adapter {adapter} --hf {target} adds it to the model"
             )
-        raise CheckpointError(f"{source.path} holds only what was trained beside a model; {remedy}")
+        raise CheckpointError(f"{source.path} holds only an adapter, not the model; {remedy}")
     if EMBEDDING not in tensors:
-        raise CheckpointError(f"{source.path} holds no {_PREFIX}{EMBEDDING}: it is no checkpoint of a GPT")
+        raise CheckpointError(f"{source.path} holds no {_PREFIX}{EMBEDDING}: it is not a checkpoint of a GPT")
     beside = kept_files(source.path.parent, config)
     use_kept(config, source.path.parent)
     architecture, values = _config_json(config, tensors, beside)

@@ -114,7 +114,7 @@ def read_qwen_window(fields: Fields, layers: int) -> str | None:
         return None
     if used and window and all(kind == "sliding_attention" for kind in kinds):
         return window_text(window)
-    fields.refuse("layer_types", sorted(set(kinds)), "attention of one kind on all layers is")
+    fields.refuse("layer_types", sorted(set(kinds)), "only the same attention on all layers is")
 
 
 def write_qwen_window(model: ModelConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The fields of a `config.json`, read so that none is dropped without a word.
+"""Reads the fields of a `config.json`; none is silently ignored.
 
 Key idea: each field is taken by who knows what it means. What nobody took must be on the list of fields that don't
 matter to the network, or have the one value with which it doesn't. Anything else is refused by name, unless the user
@@ -21,7 +21,7 @@ _BOOKKEEPING = """
     output_scores pretraining_tp return_dict return_dict_in_generate tf_legacy_loss tie_last_hidden_states torch_dtype
     torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
-# Token ids belong to the tokenizer, labels to heads that a language model hasn't.
+# Token ids belong to the tokenizer, labels to heads that a language model doesn't have.
 _TOKENS_AND_TASKS = """
     _num_labels bos_token_id classifier_dropout decoder_start_token_id eos_token_id finetuning_task
     forced_bos_token_id forced_eos_token_id id2label label2id num_labels pad_token_id prefix problem_type
@@ -115,7 +115,7 @@ class Fields:
         was asked before, so all are left unused.
         """
         if "auto_map" in self.values:
-            raise CheckpointError(f"{self.where}: auto_map: the model brings code of its own, which is not run here")
+            raise CheckpointError(f"{self.where}: auto_map: the model needs its own code, which megalite never runs")
         left = {name: value for name, value in self.values.items() if name not in IRRELEVANT}
         left = {name: value for name, value in left.items() if value not in NEUTRAL.get(name, ())}
         unknown = {name: value for name, value in left.items() if not _has_no_effect(name, value)}
@@ -126,17 +126,17 @@ class Fields:
     def _refuse_unknown(self, unknown: Mapping[str, Any], ignored: Collection[str]) -> None:
         for name in ignored:
             if name not in unknown or _is_known(name):
-                why = "decides what the network computes" if name in unknown else "is no field that isn't understood"
+                why = "changes what the network computes" if name in unknown else "isn't an unknown field; leave it out"
                 raise CheckpointError(f"--ignore-config-field {name}: in {self.where} it {why}")
         refused = {name: value for name, value in unknown.items() if name not in ignored}
         if not refused:
             return
-        advice = "The network may depend on them"
+        advice = "They may change what the network computes"
         free = sorted(name for name in refused if not _is_known(name))
         if free and not self.nested:
             flags = " ".join(f"--ignore-config-field {name}" for name in free)
-            advice += f"; if you know that it doesn't, add {flags}"
-        raise CheckpointError(f"{self.where} has fields that are not understood: {_listed(refused)}. {advice}")
+            advice += f"; if you know that they don't, add {flags}"
+        raise CheckpointError(f"{self.where} has unknown fields: {_listed(refused)}. {advice}")
 
 
 def _has_no_effect(name: str, value: Any) -> bool:

@@ -102,20 +102,20 @@ class TensorFiles:
     def _weight_map(self) -> dict[str, str]:
         """File of each tensor where there is an index; empty for a single file."""
         if not self.directory.is_dir():
-            raise CheckpointError(f"{self.directory} is no folder")
+            raise CheckpointError(f"{self.directory} is not a folder")
         if (self.directory / SINGLE_FILE).exists():
             return {}
         path = self.directory / INDEX_FILE
         if not path.exists():
             pickled = next(self.directory.glob("pytorch_model*.bin"), None)
-            why = f"; {pickled.name} is a pickle, which is not read: save it as safetensors" if pickled else ""
+            why = f"; {pickled.name} is a pickle, which is never read: save it as safetensors" if pickled else ""
             raise CheckpointError(f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}{why}")
         files = read_json(path).get("weight_map")
         if not isinstance(files, dict) or not files:
             raise CheckpointError(f"{path} has no weight_map")
         for name, file in files.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise CheckpointError(f"{path}: {name} lies in {file!r}, which is no file beside it")
+                raise CheckpointError(f"{path}: {name} is in {file!r}, which is not a file in this folder")
         return files
 
     def _open_file(self, file: str) -> None:
@@ -156,7 +156,7 @@ def write_safetensors(stream: BinaryIO, entries: Sequence[Entry], metadata: Mapp
     begin = 0
     for name, shape, dtype, _ in entries:
         if dtype not in FORMATS:
-            raise CheckpointError(f"{name} is of {dtype}, which has no place in a .safetensors file")
+            raise CheckpointError(f"{name} is of {dtype}, which a .safetensors file can't hold")
         end = begin + prod(shape) * dtype.itemsize
         header[name] = {"dtype": FORMATS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end

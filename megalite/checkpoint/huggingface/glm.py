@@ -1,4 +1,4 @@
-"""GLM-4 (GLM team 2024), successor of ChatGLM: a part of each head turned in neighbouring pairs, gate and up fused."""
+"""GLM-4 (GLM team 2024), successor of ChatGLM: a part of each head rotated in neighbouring pairs, gate and up fused."""
 
 from __future__ import annotations
 

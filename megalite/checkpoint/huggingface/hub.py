@@ -14,7 +14,7 @@ from megalite.config.errors import UserError
 from megalite.data.tokenizer_base import first_line
 
 _LIBRARIES = {"huggingface": "huggingface_hub", "modelscope": "modelscope"}
-_MIRRORS = {"huggingface": "HF_ENDPOINT names a mirror, or try --hub modelscope", "modelscope": "try --hub huggingface"}
+_MIRRORS = {"huggingface": "HF_ENDPOINT sets a mirror, or try --hub modelscope", "modelscope": "try --hub huggingface"}
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 _OTHER_FORMS = ["consolidated*", "original/*", "onnx/*", "openvino/*", "metal/*"]  # of the same weights
@@ -29,20 +29,20 @@ def local_folder(name: str, hub: str) -> str:
     if Path(name).exists():
         return name
     if not _NAME.fullmatch(name):
-        raise UserError(f"{name} is no folder here, nor the name of a model on a hub (OWNER/NAME)")
+        raise UserError(f"{name} is neither a folder here nor the name of a model on a hub (OWNER/NAME)")
     package = _LIBRARIES[hub]
     try:
         library = importlib.import_module(package)
     except ImportError as error:
         raise UserError(
-            f"{name} is no folder here, and --hub {hub} needs the package {package}: pip install {package} ({error})"
+            f"{name} is not a folder here, and --hub {hub} needs the package {package}: pip install {package} ({error})"
         ) from None
     try:
         return str(library.snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_OTHER_FORMS))
     except Exception as error:  # whatever a network and its library may raise
         raise UserError(
-            f"{name} is no folder here, and the hub {hub} doesn't give it: {first_line(error)} ({_MIRRORS[hub]}; or "
-            "download it elsewhere and give the folder)"
+            f"{name} is not a folder here, and can't be downloaded from {hub}: {first_line(error)} ({_MIRRORS[hub]}; "
+            "or download it elsewhere and give the folder)"
         ) from None
 
 

@@ -21,7 +21,7 @@ _BIASES: dict[str, Rule] = {
 def _read(fields: Fields) -> dict[str, Any]:
     attention, mlp = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
     if mlp and not attention:
-        fields.refuse("mlp_bias", mlp, "attention_bias is false, but the attention of an MLP with biases has them too")
+        fields.refuse("mlp_bias", mlp, "mlp_bias needs attention_bias too")
     biases = {"add_bias_linear": mlp, "add_qkv_bias": attention, "add_proj_bias": attention and not mlp}
     return {**read_family(fields, groups=None, positions=2048), **biases}
 

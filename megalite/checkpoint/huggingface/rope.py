@@ -1,8 +1,8 @@
 """Rotary positions in `config.json`: the old keys (`rope_theta`, `rope_scaling`, `partial_rotary_factor`) and the new
 one (`rope_parameters`), to and from the fields of `ModelConfig`.
 
-Key idea: both are poured into one dictionary, in which they may not contradict each other, and whatever of it isn't
-understood is refused. The old keys are written: every version of transformers reads them.
+Key idea: both are merged into one dictionary, in which they must not contradict each other; unknown keys are
+refused. The old keys are written: every version of transformers reads them.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _merged(fields: Fields) -> Fields:
             if value is None:
                 continue
             if isinstance(value, dict):
-                merged.refuse(name, value, "rotary parameters that differ between layers")
+                merged.refuse(name, value, "rotary parameters must be the same in all layers")
             if merged.values.setdefault(name, value) != value:
                 merged.refuse(name, merged.values[name], f"the file also says {value!r}")
     return merged

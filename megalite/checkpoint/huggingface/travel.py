@@ -229,9 +229,9 @@ def values_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         values = json.loads(files.get(name, b"{}").decode("utf-8-sig"))
     except ValueError as error:
-        raise UserError(f"{name} beside the tokenizer or the model is broken JSON: {first_line(error)}") from None
+        raise UserError(f"{name} in the folder of the tokenizer or model is broken JSON: {first_line(error)}") from None
     if not isinstance(values, dict):
-        raise UserError(f"{name} beside the tokenizer or the model holds no JSON object")
+        raise UserError(f"{name} in the folder of the tokenizer or model must hold a JSON object")
     return values
 
 
@@ -264,7 +264,7 @@ def shares_ids(folder: Path, tokenizer: TokenizerConfig) -> bool:
 
 
 def _tokenizer_files(tokenizer: TokenizerConfig) -> dict[str, bytes]:
-    """A tokenizer's own files, with what lies beside them, by the names that Hugging Face gives them; empty where it
+    """A tokenizer's own files, with what lies beside them, under Hugging Face's file names; empty where it
     has no such form, or they are gone."""
     files = {}
     for field, name in _FIELDS.get(tokenizer.tokenizer_type or "", {}).items():

@@ -55,7 +55,7 @@ class LogicalWeights:
         if missing:
             raise CheckpointError(f"{self.where} lacks{_listed(missing)}")
         other = [
-            f"{one.name}: {stored[one.name].shape}, config.json makes it {one.shape}"
+            f"{one.name}: {stored[one.name].shape}, but {one.shape} by config.json"
             for one in wanted
             if stored[one.name].shape != one.shape
         ]
@@ -75,7 +75,7 @@ class LogicalWeights:
         first = next(iter(found))
         if len(found) > 1 or first is None:
             names = ", ".join(one.name for one in parts)
-            raise CheckpointError(f"{self.where}: {names} must have one number format, since they are one parameter")
+            raise CheckpointError(f"{self.where}: {names} must have the same format, since they are one parameter")
         return first
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
@@ -112,7 +112,7 @@ class LogicalWeights:
         first, second = output.name, self._stored_name(table.name)
         if not self._equal(first, second):
             raise CheckpointError(
-                f"{self.where}: tie_word_embeddings in config.json makes {first} and {second} one, but they differ"
+                f"{self.where}: tie_word_embeddings is true in config.json, but {first} and {second} differ"
             )
         return first
 
@@ -130,7 +130,7 @@ class LogicalWeights:
 def refuse_unused(where: str, names: Sequence[str]) -> None:
     """Raise a `CheckpointError` that lists tensors which the network has no place for."""
     if names:
-        raise CheckpointError(f"{where} holds tensors that the network of its config.json lacks:{_listed(names)}")
+        raise CheckpointError(f"{where} holds tensors that config.json's network doesn't have:{_listed(names)}")
 
 
 def _listed(items: Sequence[str]) -> str:

@@ -186,9 +186,9 @@ def test_labels_are_read_as_transformers_does(fields: dict[str, Any], names: tup
     [
         ({"num_labels": 1}, "problem_type None with 1 labels is not supported"),
         ({"problem_type": "regression"}, "problem_type 'regression' with 2 labels is not supported"),
-        ({"problem_type": "multi_label_classification"}, "one of two or more classes"),
-        ({"id2label": {"0": "no", "2": "yes"}}, "doesn't give every class from 0 on a name of its own"),
-        ({"id2label": {"0": "no", "1": "no"}}, "doesn't give every class"),
+        ({"problem_type": "multi_label_classification"}, "classification with two or more labels"),
+        ({"id2label": {"0": "no", "2": "yes"}}, "must give each class from 0 on a different name"),
+        ({"id2label": {"0": "no", "1": "no"}}, "must give each class"),
     ],
 )
 def test_what_is_no_decision_for_one_class_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -199,7 +199,7 @@ def test_what_is_no_decision_for_one_class_is_refused(fields: dict[str, Any], me
 
 def test_a_classifier_writes_no_text(tmp_path: Path) -> None:
     source = folders.save_classifier("llama, grouped, tied", tmp_path, NAMES)
-    with pytest.raises(UserError, match=r"is a classifier \(bad, so so, good\); it writes no text"):
+    with pytest.raises(UserError, match=r"is a classifier \(bad, so so, good\) and can't generate text"):
         load_huggingface_for_generation(str(source))
 
 

@@ -215,21 +215,21 @@ def test_part_of_a_head_is_rotated_as_either_key_says() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({**TINY, "attn_logit_softcapping": 30.0}, "not understood: attn_logit_softcapping 30.0"),
-        ({**TINY, "a": 1, "b": {}}, "not understood: a 1, b {}"),
-        ({**TINY, "quantization_config": {"bits": 4}}, "not understood: quantization_config"),
-        ({**TINY, "rope_interleaved": True}, "not understood: rope_interleaved True"),
-        ({**TINY, "auto_map": {}}, "auto_map: the model brings code of its own"),
-        ({**TINY, "model_type": "glm4"}, "model_type 'glm4' is not supported; there are gpt2, llama"),
+        ({**TINY, "attn_logit_softcapping": 30.0}, "unknown fields: attn_logit_softcapping 30.0"),
+        ({**TINY, "a": 1, "b": {}}, "unknown fields: a 1, b {}"),
+        ({**TINY, "quantization_config": {"bits": 4}}, "unknown fields: quantization_config"),
+        ({**TINY, "rope_interleaved": True}, "unknown fields: rope_interleaved True"),
+        ({**TINY, "auto_map": {}}, "auto_map: the model needs its own code"),
+        ({**TINY, "model_type": "glm4"}, "model_type 'glm4' is not supported; supported: gpt2, llama"),
         ({k: v for k, v in TINY.items() if k != "hidden_size"}, "config.json lacks hidden_size"),
         ({**TINY, "hidden_size": "32"}, "hidden_size '32' is not supported: it must be of type int"),
         ({**TINY, "num_hidden_layers": True}, "num_hidden_layers True is not supported"),
         ({**TINY, "num_attention_heads": 0}, "num_attention_heads 0 is not supported: it must be at least 1"),
-        ({**TINY, "num_key_value_heads": 3}, "describes a network that can't be: --num-query-groups 3 does not divide"),
-        ({**TINY, "rms_norm_eps": -1.0}, "describes a network that can't be: --norm-epsilon -1.0"),
+        ({**TINY, "num_key_value_heads": 3}, "describes an impossible network: --num-query-groups 3 does not divide"),
+        ({**TINY, "rms_norm_eps": -1.0}, "describes an impossible network: --norm-epsilon -1.0"),
         ({**TINY, "model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         ({**TINY, "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: supported: 'silu'"),
-        ({**TINY, "mlp_bias": True}, "mlp_bias True is not supported: attention_bias is false"),
+        ({**TINY, "mlp_bias": True}, "mlp_bias True is not supported: mlp_bias needs attention_bias"),
         ({**TINY, "rope_scaling": {"rope_type": "su", "factor": 4.0}}, "rope_scaling: rope_type 'su'"),
         (
             {**TINY, "rope_scaling": {**YARN, "factor": 0.5}},
@@ -241,7 +241,7 @@ def test_part_of_a_head_is_rotated_as_either_key_says() -> None:
             "--yarn-mscale 0.0: must be above 0",
         ),
         ({**TINY, "rope_scaling": {**YARN, "beta_fast": 0.5}}, "--yarn-beta-fast 0.5 is below --yarn-beta-slow 1.0"),
-        ({**TINY, "rope_scaling": {**YARN, "short_factor": [1.0]}}, "not understood: short_factor [1.0]"),
+        ({**TINY, "rope_scaling": {**YARN, "short_factor": [1.0]}}, "unknown fields: short_factor [1.0]"),
         (
             {**TINY, "rope_scaling": {**YARN, "mscale": 0.5, "mscale_all_dim": 1.0, "attention_factor": 1.0}},
             "exclude each other: both decide the attention factor",
@@ -262,8 +262,8 @@ def test_part_of_a_head_is_rotated_as_either_key_says() -> None:
         ({**TINY, "rope_scaling": {"type": "linear", "factor": 0.5}}, "factor 0.5 is not supported"),
         ({**TINY, "rope_scaling": {"type": "linear"}}, "rope_scaling lacks factor"),
         ({**TINY, "rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor 4.0 is not supported"),
-        ({**TINY, "rope_parameters": {"rope_type": "default", "mscale": 1.0}}, "not understood: mscale 1.0"),
-        ({**TINY, "rope_parameters": {"full_attention": {}}}, "differ between layers"),
+        ({**TINY, "rope_parameters": {"rope_type": "default", "mscale": 1.0}}, "unknown fields: mscale 1.0"),
+        ({**TINY, "rope_parameters": {"full_attention": {}}}, "must be the same in all layers"),
         ({**TINY, "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta 500000.0 is not supported"),
         ({**TINY, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({**QWEN2, "use_sliding_window": True, "max_window_layers": 1}, "layer_types"),
@@ -274,7 +274,7 @@ def test_part_of_a_head_is_rotated_as_either_key_says() -> None:
         ),
         ({**PUBLISHED["gpt2"], "activation_function": "relu"}, "activation_function 'relu' is not supported"),
         ({**PUBLISHED["gpt2"], "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
-        ({**PUBLISHED["gpt2"], "add_cross_attention": True}, "not understood: add_cross_attention True"),
+        ({**PUBLISHED["gpt2"], "add_cross_attention": True}, "unknown fields: add_cross_attention True"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(values: dict[str, Any], message: str) -> None:
@@ -300,13 +300,13 @@ def test_an_unknown_field_is_left_unused_where_the_user_says_so_and_no_other_is(
     values = {**TINY, "a": 1, "b": {"c": 2}}
     with pytest.raises(CheckpointError, match="add --ignore-config-field a --ignore-config-field b$"):
         parse_config(values, "config.json")
-    with pytest.raises(CheckpointError, match="not understood: b "):
+    with pytest.raises(CheckpointError, match="unknown fields: b "):
         parse_config(values, "config.json", ["a"])
     found = parse_config(values, "config.json", ["b", "a"])
     assert found.notes == ["config.json: not used: a 1, b {'c': 2}"]
     for name, why in (
-        ("hidden_size", "is no field that isn't"),
-        ("use_mrope", "decides what the network computes"),
+        ("hidden_size", "isn't an unknown field"),
+        ("use_mrope", "changes what the network computes"),
     ):
         with pytest.raises(CheckpointError, match=f"--ignore-config-field {name}: in config.json it {why}"):
             parse_config({**values, "use_mrope": True}, "config.json", ["a", "b", name])

@@ -78,14 +78,14 @@ def no_config(source: Path) -> None:
     ("damage", "words"),
     [
         (lose, "lacks\n  model.layers.1.self_attn.k_proj.weight"),
-        (add, "holds tensors that the network of its config.json lacks:\n  model.layers.1.self_attn.k_proj.bias"),
-        (reshape, "model.norm.weight: (31,), config.json makes it (32,)"),
+        (add, "holds tensors that config.json's network doesn't have:\n  model.layers.1.self_attn.k_proj"),
+        (reshape, "model.norm.weight: (31,), but (32,) by config.json"),
         (quantise, "quantised weights are not read):\n  model.norm.weight"),
-        (mix, "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight must have one number format"),
-        (untie, "makes lm_head.weight and model.embed_tokens.weight one, but they differ"),
-        (other_vocabulary, "model.embed_tokens.weight: (131, 32), config.json makes it (130, 32)"),
+        (mix, "layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight must have the same format"),
+        (untie, "is true in config.json, but lm_head.weight and model.embed_tokens.weight differ"),
+        (other_vocabulary, "model.embed_tokens.weight: (131, 32), but (130, 32) by config.json"),
         (deeper, "lacks\n  model.layers.2.input_layernorm.weight"),
-        (shallower, "network of its config.json lacks:\n  model.layers.1.input_layernorm.weight"),
+        (shallower, "config.json's network doesn't have:\n  model.layers.1.input_layernorm.weight"),
         (truncate, "model.safetensors: "),
         (pickled, "pytorch_model.bin is a pickle"),
         (no_config, "config.json: No such file"),
@@ -117,7 +117,7 @@ def test_an_index_that_its_files_do_not_keep_is_refused(tmp_path: Path) -> None:
     assert f"{files[1]} lacks {name}" in refused(source, tmp_path)
     index["weight_map"][name] = "../elsewhere.safetensors"
     path.write_text(json.dumps(index), encoding="utf-8")
-    assert "'../elsewhere.safetensors', which is no file beside it" in refused(source, tmp_path)
+    assert "'../elsewhere.safetensors', which is not a file in this folder" in refused(source, tmp_path)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -49,13 +49,15 @@ def test_what_cannot_be_had_is_told_with_what_would_work(monkeypatch: pytest.Mon
     def fail(name: str, **_: Any) -> str:
         raise OSError("no route to the hub\nand more")
 
-    with pytest.raises(UserError, match=r"nowhere is no folder here, nor the name of a model on a hub \(OWNER/NAME\)"):
+    with pytest.raises(UserError, match=r"nowhere is neither a folder here nor the name of a model on a hub"):
         local_folder("nowhere", "huggingface")
     monkeypatch.setitem(sys.modules, "modelscope", None)
     with pytest.raises(UserError, match="--hub modelscope needs the package modelscope: pip install modelscope"):
         local_folder("owner/model", "modelscope")
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=fail))
-    with pytest.raises(UserError, match="doesn't give it: no route to the hub .HF_ENDPOINT names a mirror, or try"):
+    with pytest.raises(
+        UserError, match="be downloaded from huggingface: no route to the hub .HF_ENDPOINT sets a mirror"
+    ):
         local_folder("owner/model", "huggingface")
 
 
@@ -68,6 +70,6 @@ def test_a_model_in_the_hubs_cache_is_the_one_that_its_adapter_names(tmp_path: P
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "owner/tiny"}')
     cached = "/root/.cache/huggingface/hub/models--owner--{}/snapshots/0a1b"
     assert base_note(tmp_path, cached.format("tiny")) is None
-    assert str(base_note(tmp_path, cached.format("large"))).endswith("beside owner/tiny, and is put on owner/large")
+    assert str(base_note(tmp_path, cached.format("large"))).endswith("for owner/tiny, but is used with owner/large")
     assert name_of(cached.format("tiny")) == "owner/tiny"
     assert name_of("models/tiny") == "tiny"

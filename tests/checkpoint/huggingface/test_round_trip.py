@@ -211,7 +211,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "hf" / "mine").touch()
     with pytest.raises(CheckpointError, match="already holds checkpoints: choose a new folder"):
         huggingface_to_megalite(source, tmp_path / "run", build_whole)
-    with pytest.raises(CheckpointError, match="no empty folder: choose a new one"):
+    with pytest.raises(CheckpointError, match="not an empty folder: choose a new one"):
         megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "hf")
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine"]
 
