@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from megalite.training.determinism import deterministic, prepare_determinism
 from megalite.training.metrics import check_sinks
 from megalite.training.plan import Plan
 from megalite.training.prompts import Prompts
+from megalite.training.report import check_memory, memory_by_stage
 from megalite.training.task import check_task, evaluation_prompts
 
 MOST_MICROBATCHES = 1 << 16
@@ -73,7 +74,10 @@ def prepare(
         sections=sections,
         loaders=_loaders(),
     )
-    return prepare_config(config, environment, notes)
+    prepared = prepare_config(config, environment, notes)
+    stages = memory_by_stage(prepared.config, prepared.vocab_size, prepared.backend, environment.world_size)
+    memory = check_memory(stages, prepared.config, environment, prepared.device)
+    return replace(prepared, notes=[*prepared.notes, *memory])
 
 
 def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[str] = ()) -> Prepared:

@@ -370,7 +370,6 @@ class Run:
                 backend=self.prepared.backend,
                 precision=self.precision,
                 optimizer=self.optimizer,
-                plan=self.plan,
                 datasets=self.datasets,
                 state=self.state,
                 total_iterations=self.total_iterations,
