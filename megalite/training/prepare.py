@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite.checkpoint.checkpoint import read_config as read_checkpoint_config
+from megalite.checkpoint.storage import refuse_other_kind
 from megalite.config.batches import batch_size_stages
 from megalite.config.entry import Loaders, fill, read_config
 from megalite.config.errors import FlagError, UserError
@@ -92,6 +94,8 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
             try_kernel(config, backend, device)
         problems = [*data_check.check(config), *check_sinks(config), *check_adam_backend(config, device.type)]
         _refuse([*problems, *run_problems(config, environment.world_size)])
+        for folder in filter(None, (config.checkpoint.load, config.checkpoint.pretrained_checkpoint)):
+            refuse_other_kind(Path(folder), "--load")
         tokenizer = build_tokenizer(config.tokenizer)
         if config.finetune.task != "classification":
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
