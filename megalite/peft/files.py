@@ -290,7 +290,10 @@ def base_note(directory: str | Path, model: str) -> str | None:
     trained, here = published_name(name), published_name(model)
     if Path(trained).resolve().name == Path(here).resolve().name:
         return None
-    return f"the adapter {directory} was trained beside {trained}, and is put on {here}"
+    return (
+        f"warning: unless both are one model, answers will be wrong: the adapter {directory} was trained beside "
+        f"{trained}, and is put on {here}"
+    )
 
 
 def settle(peft: PeftConfig) -> PeftConfig:

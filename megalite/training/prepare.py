@@ -99,6 +99,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         tokenizer = build_tokenizer(config.tokenizer)
         if config.finetune.task != "classification":
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
+        notes = [*notes, *data_check.tokenizer_notes(config, tokenizer)]
         if config.finetune.load_hf is not None and (config.peft.peft != "none" or _starts_fresh(config)):
             _refuse(check_base_weights(config.finetune.load_hf))
         if config.peft.peft != "none":

@@ -359,7 +359,7 @@ class Run:
         """The whole run, after the block that describes it."""
         config, mesh = self.config, self.mesh
         evaluator = Evaluator(
-            config, mesh, self.executor, self._runtime(None), self.plan, self.feed.evaluation, self.decisions
+            config, mesh, self.executor, self._runtime(None), self.plan, self.feed.evaluation, self.decisions, self.say
         )
         self.say(
             opening_block(
