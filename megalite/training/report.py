@@ -114,7 +114,7 @@ def check_memory(
     layout, first = Layout.from_config(config.layout, environment.world_size), environment.rank - environment.local_rank
     ranks = range(first, first + environment.local_world_size)
     here = [stages[layout.coordinates(rank)["pp"]] for rank in ranks]
-    lines, places = _memory_lines(stages), f"{len(here)} process{'es' if len(here) > 1 else ''} of this machine"
+    lines, places = _memory_lines(stages), f"the {len(here)} process{'es' if len(here) > 1 else ''} of this machine"
     if device.type == "cuda":
         offload = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
         needed = max(each.total - offload * (each.main_parameters + each.moments) for each in here)
@@ -123,14 +123,14 @@ def check_memory(
         state, there = sum(each.state for each in here), machine_memory()
         if state > there:
             raise FlagError(
-                f"parameters, gradients and optimizer states of the {places} need {size(state)}, and its memory is "
+                f"parameters, gradients and optimizer states of {places} need {size(state)}, and its memory is "
                 f"{size(there)}. Train a smaller model (--num-layers, --hidden-size, --ffn-hidden-size, "
                 "--num-attention-heads, or another --preset), or prove this layout on a small model of the same kind: "
                 "tools/verify_parallel.py --shrink with these flags"
             )
         needed, there = sum(each.total for each in here), free_machine_memory()
     if needed > there:
-        lines.append(f"warning: the {places} may need {size(needed)}, and {size(there)} are free: memory may run out")
+        lines.append(f"warning: {places} may need {size(needed)}, and {size(there)} are there: memory may run out")
     return lines
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -59,3 +61,12 @@ def test_activations_that_may_not_fit_are_a_warning_and_count_for_each_process_h
     )
     with pytest.raises(FlagError, match="2 processes of this machine need 102 B"):
         check_memory([MemoryEstimate(1, 20, 11, 0, 20, activations=0)], config, environment, cpu)
+
+
+def test_a_gpu_is_warned_of_alone_and_not_for_what_the_host_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100))
+    config, gpu = resolve(adapter_config("none"), 2), torch.device("cuda", 0)
+    rank, environment = MemoryEstimate(1, 30, 30, 20, 40, activations=5), Environment(0, 2, 0, 2)
+    assert "warning: a GPU may need 125 B, and 100 B are there" in check_memory([rank], config, environment, gpu)[1]
+    config.optimizer.optimizer_cpu_offload = True
+    assert len(check_memory([rank], config, environment, gpu)) == 1
