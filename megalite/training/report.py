@@ -24,6 +24,7 @@ from megalite.nn.module import Build
 from megalite.optimizer.optimizer import Optimizer
 from megalite.peft.apply import apply_peft
 from megalite.peft.apply import count_parameters as owned_parameters
+from megalite.pipeline.schedules import Action
 from megalite.pipeline.timeline import peak_live
 from megalite.precision.policy import Precision
 from megalite.training.plan import Plan
@@ -67,8 +68,10 @@ def _model_lines(config: RunConfig, stages: Sequence[GPTStage], mesh: Mesh, adap
     ]
 
 
-def predicted_memory(config: RunConfig, stages: Sequence[GPTStage], plan: Plan, mesh: Mesh) -> MemoryEstimate:
-    """The formulas for this rank, in a step of the largest global batch."""
+def predicted_memory(
+    config: RunConfig, stages: Sequence[GPTStage], actions: list[Action], mesh: Mesh
+) -> MemoryEstimate:
+    """The formulas for a rank that does `actions` in a step of the largest global batch."""
     chunks = [
         chunk_activations(
             config,
@@ -79,7 +82,6 @@ def predicted_memory(config: RunConfig, stages: Sequence[GPTStage], plan: Plan, 
         )
         for stage in stages
     ]
-    actions = plan.training(config.microbatches_per_step(mesh.dp.size))
     return estimate_memory(
         config,
         _local_parameters(stages),
@@ -96,13 +98,13 @@ def memory_by_stage(
     layout, precision = Layout.from_config(config.layout, world_size), Precision.from_config(config.precision)
     # How many classes there are the data may have to tell; a head is small.
     classes = len(config.finetune.class_names or [""]) if config.finetune.task == "classification" else None
-    estimates = []
+    estimates, actions = [], Plan(config, 0).training_of_all(config.microbatches_per_step(layout.dp))
     for rank, spans in enumerate(stage_spans(config)):
         mesh = Mesh(layout, layout.rank_at(pp=rank), torch.device("meta"), {})
         build = Build(config.model, mesh, precision)
         stages = [GPTStage(build, vocab_size, span, backend, classes) for span in spans]
         apply_peft(stages, config.peft, mesh=mesh, precision=precision, seed=0)
-        estimates.append(predicted_memory(config, stages, Plan(config, rank), mesh))
+        estimates.append(predicted_memory(config, stages, actions[rank], mesh))
     return estimates
 
 

@@ -325,7 +325,7 @@ class Run:
                 frozen=sum(p.nbytes for stage in self.stages for p in stage.parameters() if not p.requires_grad),
                 predicted=None
                 if self.adapter is not None
-                else predicted_memory(self.config, self.stages, self.plan, self.mesh),
+                else predicted_memory(self.config, self.stages, self.plan.training(count), self.mesh),
                 microbatches=count,
             )
         )
