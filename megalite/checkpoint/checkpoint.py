@@ -16,7 +16,6 @@ import torch
 from megalite.checkpoint import storage
 from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
 from megalite.checkpoint.huggingface.travel import keep
-from megalite.checkpoint.huggingface.weights import EMBEDDING, OUTPUT
 from megalite.checkpoint.metadata import Index, check_files, read_index
 from megalite.checkpoint.planner import STATE_PREFIX, ReadPlan, owned_chunks, parameter_name, plan_reads
 from megalite.checkpoint.shards import read_shards, write_shards
@@ -151,7 +150,7 @@ def _refuse_misfits(path: Path, plan: ReadPlan) -> None:
         # A weight of other dims is one of another kind of network, whatever its sizes are.
         alike = [pair for pair in plan.shapes.values() if len(pair[0]) == len(pair[1])]
         sizes = {a for stored, here in alike for a in set(stored) - set(here)}
-        tables = {parameter_name(key) for key in plan.shapes} <= {EMBEDDING, OUTPUT}
+        tables = all(parameter_name(key).startswith(("embedding.", "output_layer.")) for key in plan.shapes)
         advice = _hint(path, sizes, tables=tables)
         raise CheckpointError(f"{path} holds tensors of another shape:{_listed(lines)}{advice}")
     if plan.missing:
