@@ -7,7 +7,7 @@ did. Tensors go through torch.distributed.checkpoint in global coordinates; all 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megalite.checkpoint.metadata import Index, check_files, read_index
 from megalite.checkpoint.planner import STATE_PREFIX, ReadPlan, owned_chunks, parameter_name, plan_reads
 from megalite.checkpoint.shards import read_shards, write_shards
 from megalite.checkpoint.storage import Retention
+from megalite.config.fields import all_fields
 from megalite.config.schema import RunConfig
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.mesh import Mesh
@@ -35,6 +36,13 @@ _NETWORK = (
     "kv_channels",
     "max_position_embeddings",
     "model_vocab_size",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
     "tokenizer_type",
     "tokenizer_model",
     "vocab_size",
@@ -139,10 +147,14 @@ def _refuse_misfits(path: Path, plan: ReadPlan) -> None:
     """Raise where the checkpoint can't fill what this rank wants, with the flags that are probably wrong."""
     if plan.shapes:
         lines = (f"{key}: {stored} in the checkpoint, {here} in the run" for key, (stored, here) in plan.shapes.items())
-        sizes = {a for stored, here in plan.shapes.values() for a in set(stored) - set(here)}
-        raise CheckpointError(f"{path} holds tensors of other shapes:{_listed(lines)}{_hint(path, sizes)}")
+        # A weight of other dims is one of another kind of network, whatever its sizes are.
+        alike = [pair for pair in plan.shapes.values() if len(pair[0]) == len(pair[1])]
+        sizes = {a for stored, here in alike for a in set(stored) - set(here)}
+        tables = all(parameter_name(key).startswith(("embedding.", "output_layer.")) for key in plan.shapes)
+        advice = _hint(path, sizes, tables=tables)
+        raise CheckpointError(f"{path} holds tensors of other shapes:{_listed(lines)}{advice}")
     if plan.missing:
-        advice = _hint(path, set())
+        advice = _hint(path)
         if all(key.startswith(STATE_PREFIX) for key in plan.missing):
             advice = "\n--no-load-optim loads the weights and starts with new optimizer state."
         raise CheckpointError(f"{path} lacks{_listed(plan.missing)}{advice}")
@@ -158,22 +170,22 @@ def _refuse_unwanted(path: Path, index: Index, wanted: set[str], mesh: Mesh) -> 
     all_reduce(flags, mesh.world, "max")
     unwanted = [name for name, flag in zip(names, flags.tolist(), strict=True) if not flag]
     if unwanted:
-        advice = _hint(path, set())
+        advice = _hint(path)
         raise CheckpointError(f"{path} holds parameters that this network doesn't have:{_listed(unwanted)}{advice}")
 
 
-def _hint(path: Path, sizes: set[int]) -> str:
-    """The checkpoint's network as flags, those first whose value is one of `sizes`."""
+def _hint(path: Path, sizes: Collection[int] = (), *, tables: bool = False) -> str:
+    """The checkpoint's network as flags, those first whose value is one of `sizes`. `tables`: only those over the
+    vocabulary have another shape."""
     try:
         config = read_config(path)
     except CheckpointError:
         return ""
-    fields = vars(config.model) | vars(config.tokenizer)
-    values = {name: fields[name] for name in _NETWORK if fields[name] is not None}
-    flags = {name: f"--{name.replace('_', '-')} {value}" for name, value in values.items()}
-    likely = [flags[name] for name, value in values.items() if value in sizes]
-    text = ""
-    if sizes:
-        cause = f"the checkpoint has {', '.join(likely)}" if likely else "another tokenizer or --vocab-size"
-        text = f"\nLikely cause: {cause}."
+    sections = {"model": config.model, "tokenizer": config.tokenizer}
+    fields = [field for field in all_fields().values() if field.name in _NETWORK and field.section in sections]
+    values = {field.name: getattr(sections[field.section], field.name) for field in fields}
+    flags = {field.name: field.show(values[field.name]) for field in fields if values[field.name] != field.default}
+    likely = [flag for name, flag in flags.items() if type(values[name]) is int and values[name] in sizes]
+    cause = f"the checkpoint has {', '.join(likely)}" if likely else "another tokenizer or --vocab-size"
+    text = f"\nLikely cause: {cause}." if likely or tables else ""
     return f"{text}\nIt was written with {' '.join(flags.values())}; --use-checkpoint-args uses the same network."

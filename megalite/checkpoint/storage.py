@@ -30,6 +30,15 @@ CONFIG_FILE = "config.json"
 STATE_FILE = "training_state.json"
 DOCUMENTS = (CONFIG_FILE, STATE_FILE)
 """All of a checkpoint that isn't tensors."""
+ADAPTER_FILE = "adapter_config.json"
+_KINDS = {
+    "--load": "holds checkpoints of megalite: did you mean --load {0} (in training, for its weights alone, "
+    "--pretrained-checkpoint {0})?",
+    "--load-hf": "is a Hugging Face model: did you mean --load-hf {0} (tools/generate.py, finetune.py)?",
+    "--adapter": "is an adapter in PEFT's format: did you mean, beside --load-hf MODEL, --adapter {0} "
+    "(tools/generate.py) or --load-adapter {0} (finetune.py)?",
+}
+"""What a folder is, by the flag that takes it."""
 _NAME = re.compile(r"iter_(\d{7,})(\.tmp|\.old)?")
 
 
@@ -201,6 +210,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def refuse_other_kind(folder: Path, wanted: str) -> None:
+    """Raise where a folder isn't what the flag `wanted` takes, but what another of these flags does."""
+    if (folder / STATE_FILE).exists():  # one checkpoint
+        folder = folder.parent
+    config = folder / CONFIG_FILE
+    is_kind = {
+        "--load": folder.is_dir() and bool((folder / TRACKER).exists() or _entries(folder, "")),
+        "--load-hf": config.exists() and "model_type" in read_json(config),
+        "--adapter": (folder / ADAPTER_FILE).exists(),
+    }
+    if not is_kind[wanted] and any(is_kind.values()):
+        kind = next(flag for flag, it_is in is_kind.items() if it_is)
+        raise CheckpointError(f"{folder} {_KINDS[kind].format(folder)}")
+
+
 def problem(path: Path) -> str | None:
     """Why the checkpoint at `path` can't be loaded, by its small files and the sizes of the large; None if it can."""
     try:
@@ -245,6 +269,7 @@ def find_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> Ch
     if step is not None:
         return _chosen(root, step, found)
     if not found and not (root / TRACKER).exists():
+        refuse_other_kind(root, "--load")
         return None
     return _newest(root, found)
 

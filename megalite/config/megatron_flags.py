@@ -50,7 +50,8 @@ class MegatronFlag:
         return f"{shown} is not built yet: {self.reason}{self._valid()}"
 
     def _valid(self) -> str:
-        return f"; valid: {', '.join(self.harmless)}" if self.harmless else ""
+        values = [value for value in self.harmless if value != "0"]  # which means that there is none
+        return "; take it out" + (f", or give {' or '.join(values)}" if values else "")
 
     def _is_harmless(self, value: str) -> bool:
         if value in self.harmless:

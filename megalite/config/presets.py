@@ -7,6 +7,7 @@ of the published models, so `tests/config/test_presets.py` can check each agains
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from megalite.config.errors import FlagError
@@ -97,5 +98,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset_fields(name: str) -> dict[str, Any]:
     """The `ModelConfig` fields of a preset. A FlagError lists the valid names."""
     if name not in PRESETS:
-        raise FlagError(f"--preset {name}: no such preset; valid: {', '.join(PRESETS)}")
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.7)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise FlagError(f"--preset {name}: no such preset; {hint}valid: {', '.join(PRESETS)}")
     return dict(PRESETS[name])

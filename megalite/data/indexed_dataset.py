@@ -10,12 +10,13 @@ both files' sizes with what the index says before it serves a token.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -58,6 +59,11 @@ def bin_path(prefix: str) -> str:
 def idx_path(prefix: str) -> str:
     """The file of lengths, offsets and document boundaries."""
     return prefix + ".idx"
+
+
+def origin_path(prefix: str) -> str:
+    """The file that tells which tokenizer made both."""
+    return prefix + ".tokenizer.json"
 
 
 def sequence_pointers(lengths: np.ndarray, itemsize: int, start: int = 0) -> np.ndarray:
@@ -234,11 +240,12 @@ class IndexedDatasetBuilder:
 
     Writes temporary files beside both; `finalize` renames them, the index last. As a context manager it finalizes at
     the end of the block, or removes the temporary files where the block failed. Until then it owns the prefix: another
-    builder of it gets a UserError that names this process (`files.owner`).
+    builder of it gets a UserError that names this process (`files.owner`). `origin`: what is told beside them of the
+    tokenizer (`data.origin`).
     """
 
-    def __init__(self, prefix: str, dtype: Any = np.int32) -> None:
-        self.prefix = prefix
+    def __init__(self, prefix: str, dtype: Any = np.int32, origin: Mapping[str, Any] | None = None) -> None:
+        self.prefix, self.origin = prefix, origin
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, known in DTYPES.items() if known == self.dtype]
         if not codes:
@@ -251,7 +258,7 @@ class IndexedDatasetBuilder:
         self._bin: BinaryIO | None = None
         with ExitStack() as stack:
             stack.enter_context(owning(Path(f"{prefix}.owner"), f"the output {prefix}"))
-            names = re.compile(re.escape(os.path.basename(prefix)) + r"\.(bin|idx)")
+            names = re.compile(re.escape(os.path.basename(prefix)) + r"\.(bin|idx|tokenizer\.json)")
             remove_leftovers(Path(prefix).absolute().parent, names)
             self._idx = stack.enter_context(replacing(idx_path(prefix)))
             self._bin = stack.enter_context(replacing(bin_path(prefix)))
@@ -329,7 +336,16 @@ class IndexedDatasetBuilder:
             sync(self._idx)
             sync(stream)  # all is on the disk before the old index goes
             Path(idx_path(self.prefix)).unlink(missing_ok=True)
+            self._write_origin()
             self._bin = None
+
+    def _write_origin(self) -> None:
+        path = Path(origin_path(self.prefix))
+        path.unlink(missing_ok=True)
+        if self.origin is not None:
+            told = {"origin": dict(self.origin), "bytes": sum(self._lengths) * self.dtype.itemsize}
+            with replacing(path) as stream:
+                stream.write(json.dumps(told, indent=2).encode() + b"\n")
 
     def _write_index(self, index: BinaryIO) -> None:
         lengths = np.asarray(self._lengths, dtype="<i4")

@@ -10,6 +10,7 @@ import numpy as np
 
 from megalite.config.errors import FlagError, UserError
 from megalite.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megalite.data.origin import read_origin, shown
 from megalite.data.tokenizers import Tokenizer
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -27,6 +28,8 @@ def describe(prefix: str, tokenizer: Tokenizer | None, documents: int, tokens: i
         yield f"{path}: {os.path.getsize(path):,} bytes"
     counts = f"{len(data):,} sequences, {data.num_documents:,} documents, {data.num_tokens:,} tokens"
     yield f"dtype {data.dtype.name}, {counts}"
+    if origin := read_origin(prefix):
+        yield f"written with the tokenizer {shown(origin)}"
     if not data.num_documents:
         return
     ends = np.concatenate([[0], np.cumsum(data.sequence_lengths, dtype=np.int64)])

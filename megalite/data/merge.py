@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from megalite.config.errors import UserError
 from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path
+from megalite.data.origin import read_origin
 
 
 def merge_datasets(inputs: Sequence[str], output_prefix: str) -> tuple[int, int, int]:
@@ -27,7 +28,9 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> tuple[int, int,
     dtype = _common_dtype(prefixes)
     _check_modes(prefixes)
     documents = tokens = 0
-    with IndexedDatasetBuilder(output_prefix, dtype) as builder:
+    origins = [read_origin(prefix) for prefix in prefixes]
+    origin = origins[0] if all(each == origins[0] for each in origins) else None
+    with IndexedDatasetBuilder(output_prefix, dtype, origin) as builder:
         for prefix in tqdm(prefixes, desc="merge", unit="part", disable=None):
             builder.add_index(prefix)
             part = IndexedDataset(prefix)

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
 from megalite.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
+from megalite.data.origin import origin_of
 from megalite.data.text_input import Chunk, Document, Problem, check_keys, expand_inputs, parse_chunk, read_chunks
 from megalite.data.tokenizers import Tokenizer, build_tokenizer, require_eod
 
@@ -113,6 +114,7 @@ def preprocess(
             "template adds; --prepend-bos and --append-eod add its first ids and the EOD"
         )
     dtype = np.dtype(best_dtype(tokenizer.vocab_size))
+    origin = origin_of(tokenizer, tokenizer_config)
     settings = EncoderSettings(
         tokenizer=tuple(dataclasses.asdict(tokenizer_config).items()),
         keys=tuple(options.json_keys),
@@ -125,7 +127,7 @@ def preprocess(
     summary = Summary(zeros.copy(), zeros.copy(), zeros.copy())
     with ExitStack() as stack:
         builders = [
-            stack.enter_context(IndexedDatasetBuilder(f"{options.output_prefix}_{key}_document", dtype))
+            stack.enter_context(IndexedDatasetBuilder(f"{options.output_prefix}_{key}_document", dtype, origin))
             for key in options.json_keys
         ]
         results = stack.enter_context(closing(_encode_all(chunks, settings, options.workers)))

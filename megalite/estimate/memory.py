@@ -1,8 +1,12 @@
-"""Bytes of a run on one rank as closed formulas."""
+"""Bytes of a run on one rank as closed formulas, and what the machine has."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from megalite.config.schema import RunConfig
 from megalite.estimate.activations import compute_bytes, wide_bytes
@@ -23,8 +27,26 @@ class MemoryEstimate:
     activations: int
 
     @property
+    def state(self) -> int:
+        """What stays between steps."""
+        return self.parameters + self.main_gradients + self.main_parameters + self.moments
+
+    @property
     def total(self) -> int:
-        return self.parameters + self.main_gradients + self.main_parameters + self.moments + self.activations
+        return self.state + self.activations
+
+
+def machine_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_machine_memory() -> int:
+    """Bytes of it that are free."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text()):
+            return int(found[1]) * 1024
+    return machine_memory() // 2  # other systems: half of all
 
 
 def estimate_memory(

@@ -17,6 +17,7 @@ from typing import Any
 
 from megalite.checkpoint.huggingface.hub import local_folder
 from megalite.checkpoint.huggingface.travel import TEMPLATE_FILE, tokenizer_of
+from megalite.checkpoint.storage import refuse_other_kind
 from megalite.config.errors import FlagError
 from megalite.files.atomic import together
 from megalite.inference.chat import Dialogue, converse, open_dialogue
@@ -38,6 +39,7 @@ def load(given: argparse.Namespace, overrides: Mapping[str, Any]) -> LoadedModel
 
 def _spoken_by_adapter(given: argparse.Namespace, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     folder = together(Path(given.adapter))
+    refuse_other_kind(folder, "--adapter")  # before a model is loaded
     if given.chat_template is None and (folder / TEMPLATE_FILE).is_file():
         given.chat_template = str(folder / TEMPLATE_FILE)
     found = tokenizer_of(folder, 1)

@@ -8,18 +8,15 @@ others wait in line, and none for ever.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import re
 import threading
 from collections.abc import AsyncGenerator, Generator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from megalite.estimate.memory import free_machine_memory
 from megalite.inference.api import ApiError, Job, read_job
 from megalite.inference.cache import KeyValueCache
 from megalite.inference.chat import Dialogue
@@ -143,7 +140,4 @@ def free_memory(device: torch.device) -> int:
     """Bytes that are free where the model is."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    with contextlib.suppress(OSError):
-        if found := re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text()):
-            return int(found[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # other systems: half of all
+    return free_machine_memory()

@@ -26,13 +26,14 @@ from megalite.checkpoint.huggingface.architecture import CLASSIFIER
 from megalite.checkpoint.huggingface.classes import labels_json, read_classes
 from megalite.checkpoint.huggingface.hub import published_name
 from megalite.checkpoint.huggingface.travel import TOKENIZER_FILES
-from megalite.checkpoint.storage import read_json
+from megalite.checkpoint.storage import ADAPTER_FILE as CONFIG_FILE
+from megalite.checkpoint.storage import read_json, refuse_other_kind
 from megalite.config.check_peft import contradiction
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema_peft import PeftConfig
 from megalite.files.atomic import replacing_together, together
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 CLASSES_FILE = "class_names.json"  # labels as in a model's own config.json; PEFT ignores this file
 # Without the last a folder is no adapter, for PEFT too.
 _WRITTEN = (*TOKENIZER_FILES, WEIGHTS_FILE, CLASSES_FILE, CONFIG_FILE)
@@ -197,6 +198,7 @@ def read_adapter(directory: str | Path) -> Adapter:
 
 def _read_config(where: Path) -> dict[str, Any]:
     path = where / CONFIG_FILE
+    refuse_other_kind(where, "--adapter")
     if not path.is_file():
         raise CheckpointError(f"{where} holds no {CONFIG_FILE}: it is not the folder of an adapter in PEFT's format")
     config = read_json(path)
@@ -290,7 +292,10 @@ def base_note(directory: str | Path, model: str) -> str | None:
     trained, here = published_name(name), published_name(model)
     if Path(trained).resolve().name == Path(here).resolve().name:
         return None
-    return f"the adapter {directory} was trained for {trained}, but is used with {here}"
+    return (
+        f"warning: the adapter {directory} was trained for {trained}, but is used with {here}: unless both are one "
+        "model, answers will be wrong"
+    )
 
 
 def settle(peft: PeftConfig) -> PeftConfig:

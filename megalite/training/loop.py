@@ -40,6 +40,14 @@ class Loop:
         """Train to the end or to a reason to stop; then, at the end, evaluate on what there is."""
         try:
             self._run()
+        except KeyboardInterrupt:
+            places = (self.config.checkpoint.save, self.config.peft.save_best_adapter)
+            saved = "nothing was" if places == (None, None) else "what came after the last save wasn't"
+            self.say(
+                f"interrupted after iteration {self.trainer.state.iteration}: {saved} saved; with --save DIR "
+                "--exit-signal-handler Ctrl-C saves"
+            )
+            raise
         finally:
             self.profiler.close()
             for sink in self.sinks:
@@ -49,7 +57,10 @@ class Loop:
         state, done = self.trainer.state, set[str]()
         if not self.config.validation.skip_train:
             if state.iteration >= self.total_iterations:
-                self.say(f"nothing left to train: iteration {state.iteration} of {self.total_iterations} is done")
+                self.say(
+                    f"nothing left to train: iteration {state.iteration} is done, and the run ends at "
+                    f"{self.total_iterations}; a larger --train-{self._unit()} trains on"
+                )
                 done = self._evaluated()
             elif self._train():
                 return
@@ -60,6 +71,12 @@ class Loop:
         for split in ("valid", "test"):
             if split not in done:
                 self._evaluate(split)
+
+    def _unit(self) -> str:
+        """What the run's length was given in."""
+        if self.config.finetune.train_epochs is not None:
+            return "epochs"
+        return "iters" if self.config.training.train_samples is None else "samples"
 
     def _evaluated(self) -> set[str]:
         """The splits that were evaluated when an earlier run reached this iteration, as far as the metrics file says.
@@ -84,6 +101,8 @@ class Loop:
                 record = self.first_step() if self.first_step is not None else self.trainer.step()
             self.first_step = None
             seconds += record.elapsed_ms / 1e3
+            if record.skipped and state.iteration == 1 and self.trainer.scaler.dynamic:
+                self.say("the loss scale is being found: skipped steps at the start are normal with --fp16")
             for sink in self.sinks:
                 sink.step(record)
             self._report_timers()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megalite.config.resolve import virtual_stages
 from megalite.config.schema import RunConfig
 from megalite.pipeline.lowering import lower
-from megalite.pipeline.schedules import Action, Schedule, build_schedule, forward_only
+from megalite.pipeline.schedules import Action, build_schedule, forward_only
 
 
 class Plan:
@@ -23,15 +23,17 @@ class Plan:
     def training(self, microbatches: int) -> list[Action]:
         """Forwards and backwards. A UserError where the schedule can't do this number."""
         if microbatches not in self._training:
-            schedule = build_schedule(self.name, self.stages, self.chunks, microbatches, group_size=self.group_size)
-            self._training[microbatches] = self._lowered(schedule)
+            self._training[microbatches] = self.training_of_all(microbatches)[self.rank]
         return self._training[microbatches]
+
+    def training_of_all(self, microbatches: int) -> list[list[Action]]:
+        """As `training`, of each pipeline rank."""
+        schedule = build_schedule(self.name, self.stages, self.chunks, microbatches, group_size=self.group_size)
+        return lower(schedule, self.stages, self.chunks)
 
     def evaluation(self, microbatches: int) -> list[Action]:
         """Forwards alone."""
         if microbatches not in self._evaluation:
-            self._evaluation[microbatches] = self._lowered(forward_only(self.stages, self.chunks, microbatches))
+            schedule = forward_only(self.stages, self.chunks, microbatches)
+            self._evaluation[microbatches] = lower(schedule, self.stages, self.chunks)[self.rank]
         return self._evaluation[microbatches]
-
-    def _lowered(self, schedule: Schedule) -> list[Action]:
-        return lower(schedule, self.stages, self.chunks)[self.rank]

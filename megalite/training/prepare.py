@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite.checkpoint.checkpoint import read_config as read_checkpoint_config
+from megalite.checkpoint.storage import refuse_other_kind
 from megalite.config.batches import batch_size_stages
 from megalite.config.entry import Loaders, fill, read_config
 from megalite.config.errors import FlagError, UserError
@@ -30,6 +32,7 @@ from megalite.training.determinism import deterministic, prepare_determinism
 from megalite.training.metrics import check_sinks
 from megalite.training.plan import Plan
 from megalite.training.prompts import Prompts
+from megalite.training.report import check_memory, memory_by_stage
 from megalite.training.task import check_task, evaluation_prompts
 
 MOST_MICROBATCHES = 1 << 16
@@ -73,7 +76,10 @@ def prepare(
         sections=sections,
         loaders=_loaders(),
     )
-    return prepare_config(config, environment, notes)
+    prepared = prepare_config(config, environment, notes)
+    stages = memory_by_stage(prepared.config, prepared.vocab_size, prepared.backend, environment.world_size)
+    memory = check_memory(stages, prepared.config, environment, prepared.device)
+    return replace(prepared, notes=[*prepared.notes, *memory])
 
 
 def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[str] = ()) -> Prepared:
@@ -88,9 +94,12 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
             try_kernel(config, backend, device)
         problems = [*data_check.check(config), *check_sinks(config), *check_adam_backend(config, device.type)]
         _refuse([*problems, *run_problems(config, environment.world_size)])
+        for folder in filter(None, (config.checkpoint.load, config.checkpoint.pretrained_checkpoint)):
+            refuse_other_kind(Path(folder), "--load")
         tokenizer = build_tokenizer(config.tokenizer)
         if config.finetune.task != "classification":
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
+        notes = [*notes, *data_check.tokenizer_notes(config, tokenizer)]
         if config.finetune.load_hf is not None and (config.peft.peft != "none" or _starts_fresh(config)):
             _refuse(check_base_weights(config.finetune.load_hf))
         if config.peft.peft != "none":

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from megalite.config.errors import FlagError
 from megalite.config.schema import RunConfig
 from megalite.data.gpt_dataset import Datasets
 from megalite.distributed.collectives import all_gather_objects
+from megalite.distributed.launch import Environment
+from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.estimate.activations import chunk_activations
-from megalite.estimate.memory import MemoryEstimate, estimate_memory
+from megalite.estimate.memory import MemoryEstimate, estimate_memory, free_machine_memory, machine_memory
 from megalite.estimate.model import AdapterWork, count_parameters, training_flops_per_token
 from megalite.models.gpt import GPTStage
+from megalite.models.stages import stage_spans
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.embedding import padded_vocabulary
+from megalite.nn.module import Build
 from megalite.optimizer.optimizer import Optimizer
+from megalite.peft.apply import apply_peft
 from megalite.peft.apply import count_parameters as owned_parameters
+from megalite.pipeline.schedules import Action
 from megalite.pipeline.timeline import peak_live
 from megalite.precision.policy import Precision
 from megalite.training.plan import Plan
@@ -59,8 +68,10 @@ def _model_lines(config: RunConfig, stages: Sequence[GPTStage], mesh: Mesh, adap
     ]
 
 
-def predicted_memory(config: RunConfig, stages: Sequence[GPTStage], plan: Plan, mesh: Mesh) -> MemoryEstimate:
-    """The formulas for this rank, in a step of the largest global batch."""
+def predicted_memory(
+    config: RunConfig, stages: Sequence[GPTStage], actions: list[Action], mesh: Mesh
+) -> MemoryEstimate:
+    """The formulas for a rank that does `actions` in a step of the largest global batch."""
     chunks = [
         chunk_activations(
             config,
@@ -71,7 +82,6 @@ def predicted_memory(config: RunConfig, stages: Sequence[GPTStage], plan: Plan, 
         )
         for stage in stages
     ]
-    actions = plan.training(config.microbatches_per_step(mesh.dp.size))
     return estimate_memory(
         config,
         _local_parameters(stages),
@@ -79,6 +89,51 @@ def predicted_memory(config: RunConfig, stages: Sequence[GPTStage], plan: Plan, 
         frozen=sum(p.numel() for stage in stages for p in stage.parameters() if not p.requires_grad),
         ranks=mesh.dp_cp.size,
     )
+
+
+def memory_by_stage(
+    config: RunConfig, vocab_size: int, backend: AttentionBackend, world_size: int
+) -> list[MemoryEstimate]:
+    """`predicted_memory` of each pipeline rank, before there is a model: of shapes without memory."""
+    layout, precision = Layout.from_config(config.layout, world_size), Precision.from_config(config.precision)
+    # How many classes there are the data may have to tell; a head is small.
+    classes = len(config.finetune.class_names or [""]) if config.finetune.task == "classification" else None
+    estimates, actions = [], Plan(config, 0).training_of_all(config.microbatches_per_step(layout.dp))
+    for rank, spans in enumerate(stage_spans(config)):
+        mesh = Mesh(layout, layout.rank_at(pp=rank), torch.device("meta"), {})
+        build = Build(config.model, mesh, precision)
+        stages = [GPTStage(build, vocab_size, span, backend, classes) for span in spans]
+        apply_peft(stages, config.peft, mesh=mesh, precision=precision, seed=0)
+        estimates.append(predicted_memory(config, stages, actions[rank], mesh))
+    return estimates
+
+
+def check_memory(
+    stages: Sequence[MemoryEstimate], config: RunConfig, environment: Environment, device: torch.device
+) -> list[str]:
+    """Lines that tell the prediction, and whether this machine may have too little for its ranks. A FlagError where
+    its whole memory can't hold even what its ranks keep between steps on the CPU."""
+    layout, first = Layout.from_config(config.layout, environment.world_size), environment.rank - environment.local_rank
+    ranks = range(first, first + environment.local_world_size)
+    here = [stages[layout.coordinates(rank)["pp"]] for rank in ranks]
+    lines, places = _memory_lines(stages), f"the {len(here)} process{'es' if len(here) > 1 else ''} of this machine"
+    if device.type == "cuda":
+        offload = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
+        needed = max(each.total - offload * (each.main_parameters + each.moments) for each in here)
+        there, places = torch.cuda.get_device_properties(device).total_memory, "a GPU"
+    else:
+        state, there = sum(each.state for each in here), machine_memory()
+        if state > there:
+            raise FlagError(
+                f"parameters, gradients and optimizer states of {places} need {size(state)}, and its memory is "
+                f"{size(there)}. Train a smaller model (--num-layers, --hidden-size, --ffn-hidden-size, "
+                "--num-attention-heads, or another --preset), or prove this layout on a small model of the same kind: "
+                "tools/verify_parallel.py --shrink with these flags"
+            )
+        needed, there = sum(each.total for each in here), free_machine_memory()
+    if needed > there:
+        lines.append(f"warning: {places} may need {size(needed)}, and {size(there)} are there: memory may run out")
+    return lines
 
 
 def _memory_lines(stages: Sequence[MemoryEstimate]) -> list[str]:
@@ -115,7 +170,6 @@ def opening_block(
     backend: AttentionBackend,
     precision: Precision,
     optimizer: Optimizer,
-    plan: Plan,
     datasets: Datasets,
     state: TrainingState,
     total_iterations: int,
@@ -133,6 +187,5 @@ def opening_block(
         f"{config.data.seq_length} tokens a step, micro batch "
         f"{training.micro_batch_size}; {total_iterations:,} steps, starting after {state.iteration:,}",
         *(f"data: {summary.line()}" for summary in datasets.summaries),
-        *_memory_lines(all_gather_objects(predicted_memory(config, stages, plan, mesh), mesh.pp)),
     ]
     return "\n".join(["=" * 80, *(f" {line}" for line in lines), "=" * 80])

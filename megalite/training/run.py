@@ -325,7 +325,7 @@ class Run:
                 frozen=sum(p.nbytes for stage in self.stages for p in stage.parameters() if not p.requires_grad),
                 predicted=None
                 if self.adapter is not None
-                else predicted_memory(self.config, self.stages, self.plan, self.mesh),
+                else predicted_memory(self.config, self.stages, self.plan.training(count), self.mesh),
                 microbatches=count,
             )
         )
@@ -359,7 +359,7 @@ class Run:
         """The whole run, after the block that describes it."""
         config, mesh = self.config, self.mesh
         evaluator = Evaluator(
-            config, mesh, self.executor, self._runtime(None), self.plan, self.feed.evaluation, self.decisions
+            config, mesh, self.executor, self._runtime(None), self.plan, self.feed.evaluation, self.decisions, self.say
         )
         self.say(
             opening_block(
@@ -370,7 +370,6 @@ class Run:
                 backend=self.prepared.backend,
                 precision=self.precision,
                 optimizer=self.optimizer,
-                plan=self.plan,
                 datasets=self.datasets,
                 state=self.state,
                 total_iterations=self.total_iterations,

@@ -18,7 +18,7 @@ from megalite.config.schema import LayoutConfig, RunConfig
 from megalite.config.schema_peft import PeftConfig
 from megalite.distributed.launch import Environment
 from megalite.distributed.pool import ProcessPool
-from megalite.estimate.memory import estimate_memory
+from megalite.estimate.memory import estimate_memory, machine_memory
 from megalite.estimate.model import count_parameters
 from megalite.training.prepare import prepare_config
 from megalite.verify.compare import Difference
@@ -184,7 +184,7 @@ def _refuse_beyond_memory(config: RunConfig, world: int) -> None:
     local = count * copies // world
     held = world * estimate_memory(config, local, activations=0, ranks=copies).total
     needed = max(held, 4 * 8 * count) + world * _PROCESS_BYTES
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = machine_memory()
     if needed > there:
         raise FlagError(
             f"{world} processes would need about {needed / 1e9:,.0f} GB of memory for {count:,} parameters in float64; "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ import pytest
 from megalite.checkpoint import storage
 from megalite.checkpoint.checkpoint import read_training_state
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.config import read_huggingface_config
 from megalite.checkpoint.storage import TRACKER, Retention, find_checkpoint
 from megalite.config.schema import CheckpointConfig
+from megalite.peft.files import told_by
 from tests.checkpoint.one_tensor import names, save, value_of
 
 
@@ -21,6 +25,31 @@ def root(tmp_path: Path) -> Path:
     save(tmp_path / "run", 10)
     save(tmp_path / "run", 20)
     return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("read", "given", "meant"),
+    [
+        (find_checkpoint, "model", "--load-hf {}"),
+        (find_checkpoint, "adapter", "--adapter {}"),
+        (read_huggingface_config, "run", "--load {}"),
+        (read_huggingface_config, "run/iter_0000020", "--load {}"),
+        (read_huggingface_config, "adapter", "--adapter {}"),
+        (told_by, "run", "--load {}"),
+        (told_by, "model", "--load-hf {}"),
+    ],
+)
+def test_a_folder_of_another_kind_is_named_with_the_flag_that_takes_it(
+    root: Path, read: Callable[[Path], object], given: str, meant: str
+) -> None:
+    for name, text in (("model/config.json", '{"model_type": "llama"}'), ("adapter/adapter_config.json", "{}")):
+        path = root.parent / name
+        path.parent.mkdir()
+        path.write_text(text)
+    folder = root.parent / given
+    taken = folder.parent if folder.name.startswith("iter_") else folder
+    with pytest.raises(CheckpointError, match="did you mean.* " + re.escape(meant.format(taken))):
+        read(folder)
 
 
 def shard(root: Path, iteration: int) -> Path:

@@ -14,6 +14,8 @@ from megalite.config.entry import Loaders, read_config
 from megalite.config.errors import FlagError
 from megalite.config.fields import finetuning_sections
 from megalite.config.flags import FlagParser, build_parser, parse_namespace
+from megalite.estimate.model import count_parameters
+from tests.config.launch_lists import GPT3_175B, LLAMA3_8B, LLAMA3_8B_SHARDING, MIXTRAL_8X7B
 from tests.helpers import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,3 +126,31 @@ def test_the_page_of_errors_quotes_messages_as_they_are(words: str, monkeypatch:
     with pytest.raises(FlagError) as caught:
         read_config(["@examples/tiny.args", *words.split()], "pretrain_gpt.py", "d", world_size=1, loaders=Loaders())
     assert f"**`{caught.value}`**" in (ROOT / "docs/zh/errors.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("command", "excluded", "more"),
+    [
+        (GPT3_175B, ("--step-batch-size-schedule", "--data-path"), "--initial-loss-scale 65536"),
+        (
+            f"{LLAMA3_8B} {LLAMA3_8B_SHARDING}",
+            ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples"),
+            "--num-query-groups 2",
+        ),
+        (MIXTRAL_8X7B, ("--num-experts", "--expert-model-parallel-size", "--data-path"), "--num-query-groups 2"),
+    ],
+    ids=["GPT-3", "Llama 3", "Mixtral without experts"],
+)
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_flags_for_a_small_form_of_a_pasted_command_are_all_that_it_needs(
+    page: str, command: str, excluded: tuple[str, ...], more: str
+) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (small,) = (block for block, _ in CODE.findall(text) if block.startswith("--num-layers"))
+    for flag in excluded:
+        assert f"`{flag}`" in text or flag.startswith(("--num-experts", "--expert"))
+        command, count = re.subn(rf"{flag}( [^-\s]\S*)+", "", command)
+        assert count == 1
+    config, _ = read_config([*command.split(), *small.split(), *more.split()], "pretrain_gpt.py", "d", world_size=2)
+    rows = config.tokenizer.vocab_size
+    assert rows is not None and count_parameters(config.model, rows).total < 1_000_000

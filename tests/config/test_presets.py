@@ -77,6 +77,12 @@ def test_an_unknown_preset_is_answered_with_the_known_ones() -> None:
         preset_fields("gpt5")
 
 
+@pytest.mark.parametrize(("name", "meant"), [("llama-tinny", "llama-tiny"), ("GPT3-175B", "gpt3-175b")])
+def test_a_preset_that_is_nearly_spelt_right_is_suggested(name: str, meant: str) -> None:
+    with pytest.raises(FlagError, match=f"did you mean {meant}\\?"):
+        preset_fields(name)
+
+
 def test_a_preset_taken_is_a_copy() -> None:
     preset_fields("llama-7b")["num_layers"] = 0
     assert preset_fields("llama-7b")["num_layers"] == 32

@@ -65,7 +65,7 @@ def step_of(config: RunConfig, rank: int) -> tuple[int, int]:
             given = [] if at_end or action.kind == BACKWARD_WEIGHT else [hidden]
             getattr(executor, action.kind)(action.chunk, action.microbatch, *given)
             del hidden, given
-    return predicted_memory(config, stages, plan, mesh).activations, memory.peak
+    return predicted_memory(config, stages, plan.training(MICROBATCHES), mesh).activations, memory.peak
 
 
 PIPELINE = {"pipeline_model_parallel_size": 4}

@@ -17,6 +17,8 @@ from megalite.distributed.launch import Environment
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pool import ProcessPool
+from megalite.training import evaluate
+from megalite.training.metrics import StepRecord
 from megalite.training.prepare import Prepared, prepare_config
 from megalite.training.run import Run
 from megalite.training.trainer import NonFiniteError, summed_over_ranks
@@ -99,3 +101,47 @@ def test_a_sum_of_losses_over_tensor_parallel_ranks_is_that_of_one(pool: Process
     for sums in pool.run(_sums, 2, layout=Layout(tp=2)):
         assert sums[:3] == [2.0, math.inf, -math.inf]
         assert all(map(math.isnan, sums[3:]))
+
+
+def test_the_first_skip_in_fp16_is_explained_once(capsys: pytest.CaptureFixture[str]) -> None:
+    fp16 = {"fp64": False, "fp16": True, "initial_loss_scale": 2.0**60, "nan_action": "skip", "eval_iters": 0}
+    finish(prepared(**fp16, train_iters=3))
+    assert capsys.readouterr().out.count("the loss scale is being found: skipped steps at the start are normal") == 1
+
+
+@pytest.mark.parametrize(
+    ("saves", "told"), [(False, "nothing was saved"), (True, "what came after the last save wasn't saved")]
+)
+def test_an_interrupt_tells_what_is_lost(
+    saves: bool, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(prepared(eval_iters=0, save=str(tmp_path) if saves else None), single_process_mesh())
+    loop, step = run.loop(), run.trainer.step
+    steps = iter([step, step])
+    run.trainer.step = lambda: next(steps, _interrupt)()  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        loop.run()
+    run.close()
+    assert f"interrupted after iteration 2: {told}" in capsys.readouterr().out
+
+
+def _interrupt() -> StepRecord:
+    raise KeyboardInterrupt
+
+
+def test_a_resume_whose_end_lies_behind_it_says_so_with_the_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish(prepared(**places(tmp_path), train_iters=3))
+    finish(prepared(**places(tmp_path), train_iters=2))
+    line = "nothing left to train: iteration 3 is done, and the run ends at 2; a larger --train-iters trains on"
+    assert line in capsys.readouterr().out
+
+
+def test_a_long_evaluation_tells_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "PROGRESS_SECONDS", -1.0)
+    finish(prepared(eval_iters=2, train_iters=1))
+    out = capsys.readouterr().out
+    assert "valid: 1 of at most 2 global batches evaluated" in out and "valid: 2 of at most 2" in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from megalite.checkpoint.checksums import CHECKSUMS
 from megalite.checkpoint.errors import CheckpointError
+from megalite.config.errors import FlagError
 from megalite.config.resolve import resolve
 from megalite.config.schema import RunConfig
 from megalite.distributed.launch import Environment
@@ -77,3 +79,29 @@ def test_data_that_was_made_anew_is_told_on_resuming(tmp_path: Path, capsys: pyt
     write_tokens(tmp_path / "data", documents[1:])
     go(config_of(tmp_path, **given), 0)
     assert f"note: {prefix}.idx has changed since {tmp_path}/run/iter_0000003 was saved" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ({"swiglu": False, "qk_layernorm": False}, None),
+        ({"ffn_hidden_size": 128}, "the checkpoint has --ffn-hidden-size 96"),
+        ({"vocab_size": 300}, "another tokenizer or --vocab-size"),
+    ],
+)
+def test_the_cause_of_other_shapes_is_named_only_where_it_is_known(
+    changed: dict[str, Any], cause: str | None, tmp_path: Path
+) -> None:
+    go(config_of(tmp_path), 1)
+    with pytest.raises(CheckpointError, match="other shapes") as raised:
+        go(config_of(tmp_path, **changed), 0)
+    found = re.search(r"Likely cause: (.*)\.", str(raised.value))
+    assert (None if found is None else found[1]) == cause
+    assert "--swiglu" in str(raised.value) and "--normalization RMSNorm" in str(raised.value)
+
+
+def test_a_folder_of_another_kind_is_no_reason_to_start_fresh(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(FlagError, match=f"did you mean --load-hf {tmp_path}/run"):
+        prepare_config(resolve(config_of(tmp_path), 1), Environment())

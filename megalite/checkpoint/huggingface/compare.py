@@ -27,6 +27,7 @@ from megalite.checkpoint.storage import CONFIG_FILE, read_json
 from megalite.config.schema import ModelConfig, PrecisionConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.pieces import whole
+from megalite.estimate.memory import machine_memory
 from megalite.nn.module import named_specs
 from megalite.nn.rotary import scales_by_length
 
@@ -46,7 +47,7 @@ def compare_with_transformers(
         return "logits not compared: transformers is not installed"
     stored = describe(checkpoint)
     needed = 4 * sum(prod(info.shape) for key, info in stored.items() if key.startswith("model."))
-    if needed > _memory() / 2:
+    if needed > machine_memory() / 2:
         return f"logits not compared: each model needs {needed / 1e9:.0f} GB in fp32"
     config = read_config(checkpoint)
     vocab_size = stored[f"model.{EMBEDDING}"].shape[0]
@@ -116,8 +117,3 @@ def _theirs(folder: Path, tokens: Tensor, positions: Sequence[Tensor], kind: str
     mask = torch.ones_like(tokens)  # said, or positions apart would be taken for texts apart
     places = [at.expand_as(tokens) for at in positions]
     return torch.cat([model(tokens, attention_mask=mask, position_ids=at, use_cache=False).logits for at in places])
-
-
-def _memory() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

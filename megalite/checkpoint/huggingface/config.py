@@ -17,7 +17,7 @@ from megalite.checkpoint.huggingface.architecture import Architecture
 from megalite.checkpoint.huggingface.classes import read_classes
 from megalite.checkpoint.huggingface.fields import Fields
 from megalite.checkpoint.huggingface.registry import ARCHITECTURES
-from megalite.checkpoint.storage import CONFIG_FILE, read_json
+from megalite.checkpoint.storage import CONFIG_FILE, read_json, refuse_other_kind
 from megalite.config.check_network import model_problems
 from megalite.config.check_positions import idle_scaling
 from megalite.config.fields import all_fields
@@ -70,6 +70,7 @@ def read_huggingface_config(directory: str | Path, ignored: Collection[str] | No
         raise CheckpointError(
             f"{directory} is not a folder: give the folder of a model; `hf download NAME --local-dir FOLDER` makes one"
         )
+    refuse_other_kind(path.parent, "--load-hf")
     return parse_config(read_json(path), str(path), ignored)
 
 

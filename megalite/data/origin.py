@@ -1,0 +1,47 @@
+"""Which tokenizer made token files: told in `PREFIX.tokenizer.json` beside the pair, which stays as Megatron-LM's is.
+
+Key idea: names of files say little, so tokenizers are compared by their fingerprints; the file is believed as long as
+the pair is the one that it was written with.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from typing import Any
+
+from megalite.config.schema import TokenizerConfig
+from megalite.data.indexed_dataset import bin_path, origin_path
+from megalite.data.tokenizer_base import Tokenizer
+
+
+def origin_of(tokenizer: Tokenizer, config: TokenizerConfig) -> dict[str, Any]:
+    """What is told of a tokenizer, built of `config`."""
+    plain = copy.copy(tokenizer)
+    plain.parse_special_tokens = False  # how texts were read, not what ids mean
+    name = " ".join(filter(None, (config.tokenizer_type, config.tokenizer_model or config.vocab_file)))
+    return {"tokenizer": name, "vocab_size": tokenizer.vocab_size, "fingerprint": plain.fingerprint()}
+
+
+def read_origin(prefix: str) -> dict[str, Any] | None:
+    """What is told of the tokenizer that made a pair; None where that isn't known."""
+    try:
+        with open(origin_path(prefix), encoding="utf-8") as stream:
+            told = json.load(stream)
+        return told["origin"] if told["bytes"] == os.path.getsize(bin_path(prefix)) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def shown(origin: dict[str, Any]) -> str:
+    """For a message."""
+    return f"{origin['tokenizer']} ({origin['vocab_size']:,} ids, {origin['fingerprint'][:8]})"
+
+
+def origin_note(prefix: str, mine: dict[str, Any]) -> str | None:
+    """One line where another tokenizer than `mine` made the pair."""
+    origin = read_origin(prefix)
+    if origin is None or origin["fingerprint"] == mine["fingerprint"]:
+        return None
+    return f"warning: {prefix} was written with the tokenizer {shown(origin)}, and this one is {shown(mine)}"
