@@ -19,7 +19,7 @@ from megalite.training.run import Run
 from megalite.verify.configs import resolved
 from megalite.verify.layouts import Variant
 from tests.optimizer.zero_runs import STRATEGIES, assemble_pieces
-from tests.verify.networks import network
+from tests.verify.networks import FOUR_LAYERS, network
 
 
 def _train_or_pass_on(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int) -> tuple[dict[str, Tensor], int]:
@@ -39,7 +39,7 @@ def _train_or_pass_on(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int)
 def pass_on(
     pool: ProcessPool, variant: Variant, *, load: Path | None, save: Path, steps: int = 0, bf16: bool = True
 ) -> tuple[dict[str, Tensor], int]:
-    config = variant.apply(network())
+    config = variant.apply(network(FOUR_LAYERS))
     config.precision.fp64, config.precision.bf16 = False, bf16
     config.training.global_batch_size = 12
     config.checkpoint.load, config.checkpoint.save = (None if load is None else str(load)), str(save)

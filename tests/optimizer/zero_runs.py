@@ -20,7 +20,7 @@ from megalite.optimizer.gathering import UnitGatherer
 from megalite.training.prepare import prepare_config
 from megalite.training.run import Run
 from megalite.verify.configs import resolved
-from tests.verify.networks import network
+from tests.verify.networks import FOUR_LAYERS, network
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -46,7 +46,7 @@ class Outcome:
 
 def zero_config(strategy: str, *, microbatches: int = 1, dp: int = 2, **overrides: Any) -> RunConfig:
     """The proof network in fp32, untied; `overrides` are fields of any section."""
-    config = network(tied=overrides.pop("tied", False), dropout=0.0, llama=overrides.pop("llama", False))
+    config = network(FOUR_LAYERS, tied=overrides.pop("tied", False), dropout=0.0, llama=overrides.pop("llama", False))
     config.precision.fp64 = overrides.pop("fp64", False)
     config.training.global_batch_size = microbatches * dp
     config.layout.data_parallel_sharding_strategy = strategy
@@ -97,7 +97,7 @@ def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int) -> Outcome:
     )
 
 
-def run_zero(pool: ProcessPool, config: RunConfig, world_size: int, steps: int = 10) -> list[Outcome]:
+def run_zero(pool: ProcessPool, config: RunConfig, world_size: int, steps: int = 4) -> list[Outcome]:
     """`train` on every rank of an unresolved configuration."""
     given = resolved(config, world_size)
     layout = Layout.from_config(given.layout, world_size)

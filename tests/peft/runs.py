@@ -19,7 +19,7 @@ from megalite.training.prepare import prepare_config
 from megalite.training.run import Run
 from megalite.verify.configs import resolved
 from megalite.verify.trace import stir
-from tests.verify.networks import network
+from tests.verify.networks import FOUR_LAYERS, network
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Outcome:
 
 def adapter_config(peft: str, *, llama: bool = True, **overrides: Any) -> RunConfig:
     """The proof network with an adapter, in fp64, not resolved; `overrides` are fields of any section."""
-    config = network(llama=llama, tied=overrides.pop("tied", False), dropout=overrides.pop("dropout", 0.0))
+    config = network(FOUR_LAYERS, llama=llama, tied=overrides.pop("tied", False), dropout=overrides.pop("dropout", 0.0))
     config.model.init_method_std = 0.1  # so that an adapter shows in the loss
     config.peft.peft = peft
     if peft == "lora":
         config.peft.lora_rank = 3
     else:
         config.peft.num_virtual_tokens = 4
-    config.model.max_position_embeddings, config.model.num_layers = 32, 4
+    config.model.max_position_embeddings = 32
     config.training.global_batch_size = 4
     config.precision.fp64 = overrides.pop("fp64", True)
     for name, value in overrides.items():

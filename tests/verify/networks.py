@@ -31,13 +31,13 @@ FINETUNING: dict[str, tuple[FinetuneConfig, PeftConfig]] = {
     ),
 }
 """What a run learns, and which added weights learn it."""
-EVERY = Variant(pp=4, chunks=2)
-"""A network for it fits every layout of up to TP 4 x PP 4 x VPP 2 x DP 2."""
+FOUR_LAYERS = Variant(pp=2, chunks=2)
+"""A network for it fits every layout of up to TP 4 x PP 4, or PP 2 x VPP 2."""
 Case = TypeVar("Case")
 
 
 def network(
-    variant: Variant = EVERY,
+    variant: Variant,
     *,
     tied: bool = True,
     dropout: float = 0.0,

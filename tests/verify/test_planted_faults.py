@@ -94,7 +94,7 @@ def _local_normaliser(mesh: Mesh, values: Values, steps: int) -> Trace | None:
 )
 def test_a_planted_fault_is_found(pool: ProcessPool, variant: Variant, tracer: Any, where: str) -> None:
     prover = Prover(pool, steps=2)
-    config = variant.apply(network(steps=2))
+    config = variant.apply(network(variant, steps=2))
     difference = prover.prove(config, variant.processes, tracer=tracer)
     assert difference.worst > TOLERANCE
     if where in ("loss", "norm"):
@@ -108,7 +108,7 @@ def test_a_planted_fault_is_found(pool: ProcessPool, variant: Variant, tracer: A
 def test_a_replicated_factor_whose_gradient_stays_partial_is_found(pool: ProcessPool, tmp_path: Path) -> None:
     """Of LoRA: A beside a column-parallel layer, B beside a row-parallel one."""
     prover, variant = Prover(pool, steps=1), Variant(tp=2, sequence_parallel=True)
-    config = variant.apply(network(llama=True, finetuning="packed answers, LoRA", folder=tmp_path, steps=1))
+    config = variant.apply(network(variant, llama=True, finetuning="packed answers, LoRA", folder=tmp_path, steps=1))
     difference = prover.prove(config, 2, tracer=no_copy_sums)
     wrong = {name for name, value in difference.parameters.items() if value > TOLERANCE}
     assert wrong == {name for name in difference.parameters if name.endswith(REPLICATED)}
@@ -117,7 +117,7 @@ def test_a_replicated_factor_whose_gradient_stays_partial_is_found(pool: Process
 
 @pytest.mark.parametrize("kind", FINETUNING)
 def test_every_trained_weight_has_a_gradient_to_compare(pool: ProcessPool, tmp_path: Path, kind: str) -> None:
-    config = network(llama=True, tied=False, finetuning=kind, folder=tmp_path, steps=1)
+    config = network(Variant(), llama=True, tied=False, finetuning=kind, folder=tmp_path, steps=1)
     (found,) = pool.run(trace, 1, resolved(config, 1).to_dict(), 1, layout=Layout())
     assert isinstance(found, Trace)
     assert all(gradient.abs().max() > 1e-6 * found.norms[0] for gradient in found.gradients.values())

@@ -59,7 +59,7 @@ def _sgd(config: RunConfig) -> None:
 def test_a_layout_with_other_settings_equals_one_process(
     pool: ProcessPool, variant: Variant, change: Callable[[RunConfig], None]
 ) -> None:
-    config = variant.apply(network())
+    config = variant.apply(network(variant))
     change(config)
-    difference = Prover(pool, steps=4).prove(config, variant.processes)
+    difference = Prover(pool, steps=3).prove(config, variant.processes)
     assert difference.worst <= TOLERANCE, difference
