@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.distributed.collectives import reduce_from_group
 from megalite.distributed.param_spec import Init, ParamSpec, replicated, vocabulary_rows
-from megalite.nn.gradient_sink import sink_of
+from megalite.nn.gradients import sink_of
 from megalite.nn.module import Build, ShardedModule
 
 

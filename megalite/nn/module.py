@@ -18,8 +18,8 @@ from megalite.distributed import random
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import ParamSpec, Place
 from megalite.distributed.pieces import Piece, whole
+from megalite.nn.gradients import WeightGradients
 from megalite.nn.recompute import Recompute
-from megalite.nn.weight_gradients import WeightGradients
 from megalite.precision.policy import Precision
 
 

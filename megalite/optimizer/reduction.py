@@ -27,7 +27,7 @@ Recorder = Callable[[str, int, int, float, float], None]
 
 
 class _Sink:
-    """`nn.gradient_sink.GradientSink` of one slot."""
+    """`nn.gradients.GradientSink` of one slot."""
 
     def __init__(self, reducer: GradientReducer, state: _State, index: int):
         self._reducer, self._state, self._index = reducer, state, index

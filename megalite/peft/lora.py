@@ -19,7 +19,7 @@ from megalite.distributed import random
 from megalite.distributed.collectives import reduce_from_group
 from megalite.distributed.param_spec import ZEROS, Box, Init, ParamSpec, cut, replicated
 from megalite.nn.dropout import dropout
-from megalite.nn.gradient_sink import sink_of
+from megalite.nn.gradients import sink_of
 from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
 from megalite.nn.module import Build, SequenceInfo, ShardedModule
 

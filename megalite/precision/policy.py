@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megalite.config.schema import PrecisionConfig
+from megalite.precision.products import Products
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Precision:
         if config.fp16:
             return cls(torch.float16, torch.float32, reduce, "fp16")
         return cls(torch.float32, torch.float32, reduce, "fp32")
+
+    def products(self) -> Products:
+        """The matrix products of one linear layer."""
+        return Products()
 
     @property
     def needs_main_parameters(self) -> bool:
