@@ -55,15 +55,16 @@ class _How:
         y = self.products.output(x, matrix)
         return y if self.scatter is None else start_reduce_scatter(y, self.scatter).wait()
 
-    @torch.no_grad()
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
         """`total` of the weight's shape, for whole sequences."""
         self.products.add_weight_gradient(total.view(-1, x.shape[-1])[: grad.shape[-1]], grad, x)
 
+    @torch.no_grad()
     def fill_later(self, sink: GradientSink, grad: Tensor, x: Tensor) -> None:
         """Add a weight's gradient of this rank's parts of the sequence."""
         self.fill(sink, _whole(grad, self.scatter), _whole(x, self.gather))
 
+    @torch.no_grad()
     def fill(self, sink: GradientSink, grad: Tensor, x: Tensor) -> None:
         """Add a weight's gradient, of whole sequences."""
         self.add_weight_gradient(sink.target(), grad, x)

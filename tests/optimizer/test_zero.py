@@ -39,7 +39,7 @@ def test_overlap_changes_no_bit(pool: ProcessPool, strategy: str) -> None:
     assert same(plain, first(run_zero(pool, zero_config(strategy, microbatches=2, **overlap), 2)))
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
 def test_bucket_sizes_from_one_parameter_to_all_change_no_bit(pool: ProcessPool, strategy: str) -> None:
     overlap = OVERLAP if strategy != "no_shard" else {"overlap_grad_reduce": True}
     outcomes = [
@@ -88,7 +88,7 @@ BYTES = {  # per parameter in bf16 with fp32 gradients: parameters, gradients, m
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_holds_what_the_formulas_say(pool: ProcessPool, strategy: str, ranks: int) -> None:
     for outcome in run_zero(pool, zero_config(strategy, dp=ranks, bf16=True), ranks, steps=1):
@@ -113,7 +113,7 @@ def test_few_sharded_gradients_are_whole_at_a_time(pool: ProcessPool, strategy: 
         assert 0 < outcome.peak_gradients <= sum(largest) < 0.6 * outcome.held["elements"]
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "overlap"), [(2, 1, False), (2, 3, True), (4, 3, False)])
+@pytest.mark.parametrize(("ranks", "microbatches", "overlap"), [(2, 3, True), (4, 1, False)])
 def test_a_rank_sends_what_the_formulas_say(pool: ProcessPool, ranks: int, microbatches: int, overlap: bool) -> None:
     """In (d - 1)/d of the buckets' bytes: 2 for a reduction and a gather. Stages 2 and 3 reduce every microbatch.
 

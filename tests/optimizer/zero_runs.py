@@ -97,7 +97,7 @@ def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int) -> Outcome:
     )
 
 
-def run_zero(pool: ProcessPool, config: RunConfig, world_size: int, steps: int = 4) -> list[Outcome]:
+def run_zero(pool: ProcessPool, config: RunConfig, world_size: int, steps: int = 3) -> list[Outcome]:
     """`train` on every rank of an unresolved configuration."""
     given = resolved(config, world_size)
     layout = Layout.from_config(given.layout, world_size)
