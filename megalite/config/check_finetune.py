@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterator
 
 from megalite.config.check_run import needs
-from megalite.config.fields import all_fields, get
-from megalite.config.outputs import adapter_folders
+from megalite.config.fields import adapter_folders, all_fields, get
 from megalite.config.schema import RunConfig
 
 _OTHER_SOURCES = ("mock_data", "data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
@@ -51,7 +50,7 @@ def _validation_problems(config: RunConfig) -> Iterator[str]:
             yield f"{flag} needs a validation set: give --sft-valid-data or --sft-valid-share"
         if config.validation.eval_iters == 0:
             yield f"{flag} needs evaluations, and --eval-iters is 0"
-    folders = adapter_folders(peft).values()
+    folders = adapter_folders(config).values()
     if len({os.path.realpath(folder) for folder in folders}) < len(folders):
         yield f"--save-best-adapter {peft.save_best_adapter} is also the folder of --save-adapter: give another"
 

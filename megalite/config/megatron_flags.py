@@ -1,7 +1,7 @@
 """Every flag of Megatron-LM 0.20 and what megalite says to it: honoured, ignored because, or refused because.
 
-Honoured are the flags that `schema.py` defines and the shorthands below them; the answers to all others are the text
-of `megatron_table.py`. `python -m megalite.config.megatron_flags` writes docs/megatron_flags.md.
+Honoured are the flags that `schema.py` defines and the shorthands below them; the answers to all others are the table
+`megatron_flags.tsv`, which also explains its notation.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from megalite.config import megatron_table
 from megalite.config.fields import FINETUNING, Field, all_fields
 
-IGNORED, CHANGES, NOT_BUILT, USE = "ignored", "changes results", "not built", "use instead"
+IGNORED, CHANGES, NOT_BUILT, USE = ANSWERS = ("ignored", "changes results", "not built", "use instead")
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,14 @@ class MegatronFlag:
             return False
 
 
-def read_table(text: str) -> list[MegatronFlag]:
-    """The flags of a text in the notation that `megatron_table.py` explains."""
-    flags: list[MegatronFlag] = []
-    answer = reason = ""
-    for line in text.strip().splitlines():
-        if line.startswith("["):
-            answer, _, reason = line[1:].partition("] ")
-        else:
-            flags += [_read_flag(token, answer, reason) for token in line.split()]
-    return flags
+def _rows(*kinds: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Kind, what it is about, and words of the table's rows of these kinds."""
+    text = Path(__file__).with_name("megatron_flags.tsv").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            kind, about, words = line.split("\t")
+            if kind in kinds:
+                yield kind, about, words.split()
 
 
 def _read_flag(token: str, answer: str, reason: str) -> MegatronFlag:
@@ -85,33 +83,32 @@ def _read_flag(token: str, answer: str, reason: str) -> MegatronFlag:
 
 def current_flags() -> list[MegatronFlag]:
     """The flags of Megatron-LM 0.20 that are ignored or refused."""
-    return read_table(megatron_table.TABLE)
+    return [_read_flag(word, *row) for *row, words in _rows(*ANSWERS) for word in words]
 
 
 def earlier_flags() -> list[MegatronFlag]:
     """Flags of older versions that are ignored or refused."""
-    return read_table(megatron_table.EARLIER)
+    rows = _rows(*(f"earlier {answer}" for answer in ANSWERS))
+    return [_read_flag(word, kind.removeprefix("earlier "), why) for kind, why, words in rows for word in words]
 
 
 def shorthands() -> dict[str, tuple[str, str | None]]:
     """Flag → (field's path, value) for the flags that set a field of another name; None: the flag takes the value."""
-    rows = (line.split() for line in megatron_table.SHORTHANDS.strip().splitlines())
-    return {flag: (path, value[0] if value else None) for flag, path, *value in rows}
+    pairs = ((flag, about.partition("=")) for _, about, flags in _rows("shorthand") for flag in flags)
+    return {flag: (path, value or None) for flag, (path, _, value) in pairs}
 
 
 def foreign_values() -> dict[str, dict[str, str | None]]:
     """Flag → {value of Megatron-LM that isn't ours: our value of the same meaning, or None}."""
     table: dict[str, dict[str, str | None]] = {}
-    for line in megatron_table.VALUES.strip().replace("\n ", " ").splitlines():
-        flag, *values = line.split()
-        pairs = (value.partition("=") for value in values)
-        table[flag] = {value: ours or None for value, _, ours in pairs}
+    for _, flag, words in _rows("value"):
+        table[flag] = {value: ours or None for value, _, ours in (word.partition("=") for word in words)}
     return table
 
 
 def honoured_fields() -> list[Field]:
     """The fields of `schema.py` whose flag Megatron-LM has too."""
-    own = set(megatron_table.OWN.split())
+    own = {flag for _, _, flags in _rows("own") for flag in flags}
     return [each for each in all_fields().values() if each.option not in own and each.section not in FINETUNING]
 
 

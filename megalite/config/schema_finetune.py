@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config.schema_field import flag
+from megalite.config.schema_field import BELOW_ONE, flag
 
 HUBS = ("huggingface", "modelscope")
 
@@ -31,7 +31,7 @@ class FinetuneConfig:
         "unknown fields of the model's config.json that you know don't change what the model computes",
         repeatable=True,
     )
-    task: str | None = flag(
+    task: str = flag(
         None,
         "lm: train on the text of --data-path; sft: on the answers of --sft-data; classification: on its labels; "
         "default sft with --sft-data, else lm",
@@ -44,7 +44,9 @@ class FinetuneConfig:
     )
     train_epochs: int | None = flag(None, "passes over --sft-data, instead of --train-iters")
     sft_valid_data: list[str] | None = flag(None, "files for validation, in the format of --sft-data")
-    sft_valid_share: float = flag(0.0, "share of --sft-data for validation, if --sft-valid-data isn't given")
+    sft_valid_share: float = flag(
+        0.0, "share of --sft-data for validation, if --sft-valid-data isn't given", bound=BELOW_ONE
+    )
     sft_packing: bool = flag(False, "pack several samples into one row, each with its own attention and positions")
     sft_long_answers: str = flag(
         "error", "what to do with a sample whose answers don't fit --seq-length", choices=("error", "truncate", "drop")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config.schema_field import flag
+from megalite.config.schema_field import ABOVE_ZERO, BELOW_ONE, flag
 
 
 @dataclass
@@ -20,8 +20,8 @@ class PeftConfig:
         choices=("none", "lora", "prefix", "prompt"),
     )
     lora_rank: int = flag(16, "rank of the added matrices")
-    lora_alpha: float = flag(32, "the product of the two matrices is multiplied by this / rank")
-    lora_dropout: float = flag(0.0, "dropout on the input of the added matrices")
+    lora_alpha: float = flag(32, "the product of the two matrices is multiplied by this / rank", bound=ABOVE_ZERO)
+    lora_dropout: float = flag(0.0, "dropout on the input of the added matrices", bound=BELOW_ONE)
     lora_target_modules: list[str] | None = flag(
         None, "linear layers that get LoRA matrices, or all-linear; default q_proj,k_proj,v_proj,o_proj"
     )
@@ -32,8 +32,10 @@ class PeftConfig:
     prompt_init_text: str | None = flag(
         None, "the prompt starts from this text's embeddings, repeated or cut to length; default: random numbers"
     )
-    save_adapter: str | None = flag(None, "folder for the adapter, in PEFT's format")
-    save_best_adapter: str | None = flag(None, "folder for the adapter with the lowest validation loss so far")
+    save_adapter: str | None = flag(None, "folder for the adapter, in PEFT's format", writes="model")
+    save_best_adapter: str | None = flag(
+        None, "folder for the adapter with the lowest validation loss so far", writes="model"
+    )
     load_adapter: str | None = flag(
         None, "folder of an adapter in PEFT's format to start from; it sets kind, rank, scale, targets and length"
     )

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from megalite.config.outputs import output_folders
+from megalite.config.fields import output_folders
 from megalite.config.schema import RunConfig
 from megalite.files.atomic import replacing
 

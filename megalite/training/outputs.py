@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megalite.checkpoint.errors import on_first_rank
-from megalite.config.outputs import output_folders
+from megalite.config.fields import output_folders
 from megalite.config.schema import RunConfig
 from megalite.distributed.mesh import Mesh
 from megalite.files.owner import OWNER, owning
