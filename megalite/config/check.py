@@ -21,7 +21,7 @@ from megalite.config.check_run import (
     tokenizer_problems,
     training_problems,
 )
-from megalite.config.fields import Field, all_fields, get, settings_not_built, take_out, value_problems
+from megalite.config.fields import Field, all_fields, get, given, settings_not_built, take_out, value_problems
 from megalite.config.schema import RunConfig
 
 
@@ -59,13 +59,7 @@ def not_built(config: RunConfig) -> list[str]:
 
 def without_effect(config: RunConfig) -> list[str]:
     """One line for each setting that was made but can't matter beside the others."""
-    lines, fields = [], all_fields()
-    for why, paths in _idle_settings(config):
-        for path in paths:
-            value = get(config, path)
-            if value != fields[path].default:
-                lines.append(f"{fields[path].show(value)} has no effect {why}")
-    return lines
+    return [f"{shown} has no effect {why}" for why, paths in _idle_settings(config) for shown in given(config, *paths)]
 
 
 def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:

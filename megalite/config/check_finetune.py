@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from megalite.config.check_run import needs
-from megalite.config.fields import adapter_folders, all_fields, get
+from megalite.config.fields import adapter_folders, all_fields, get, needs
 from megalite.config.schema import RunConfig
 
 _OTHER_SOURCES = ("mock_data", "data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
@@ -57,11 +56,7 @@ def _validation_problems(config: RunConfig) -> Iterator[str]:
 
 def _base_problems(config: RunConfig) -> Iterator[str]:
     if config.finetune.load_hf is None:
-        fields = all_fields()
-        for name in ("hub", "ignore_config_field"):
-            field = fields[f"finetune.{name}"]
-            if get(config, field.path) != field.default:
-                yield f"{field.show(get(config, field.path))} needs --load-hf"
+        yield from needs(config, False, "--load-hf", "finetune.hub", "finetune.ignore_config_field")
         return
     if config.model.preset is not None:
         yield f"--preset {config.model.preset} and --load-hf exclude each other: both define the network"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.check_positions import position_problems
-from megalite.config.fields import all_fields, get
+from megalite.config.fields import all_fields, needs
 from megalite.config.resolve import data_parallel_size, ffn_width, parse_window, pipeline_units, virtual_stages
 from megalite.config.schema import RunConfig
 
@@ -61,11 +61,8 @@ def _window_problems(text: str) -> Iterator[str]:
 def layout_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Problems of cutting this network over this many processes."""
     layout = config.layout
-    tp, pp, cp = (
-        layout.tensor_model_parallel_size,
-        layout.pipeline_model_parallel_size,
-        layout.context_parallel_size,
-    )
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    cp = layout.context_parallel_size
     if data_parallel_size(layout, world_size) == 0:
         yield (
             f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x --context-parallel-size {cp} "
@@ -194,7 +191,7 @@ def _shards(config: RunConfig) -> bool:
 
 def precision_problems(config: RunConfig) -> Iterator[str]:
     """Problems of the number formats."""
-    precision, fields = config.precision, all_fields()
+    precision = config.precision
     chosen = [name for name in ("bf16", "fp16", "fp64") if getattr(precision, name)]
     if len(chosen) > 1:
         yield f"{' and '.join('--' + name for name in chosen)} exclude each other: choose one"
@@ -203,10 +200,7 @@ def precision_problems(config: RunConfig) -> Iterator[str]:
         yield f"--initial-loss-scale {start} is below --min-loss-scale {least}"
     if precision.grad_reduce_in_bf16 and not precision.bf16:
         yield "--grad-reduce-in-bf16 needs --bf16"
-    if precision.fp8_format is None:
-        fp8 = [path for path in fields if path.startswith("precision.fp8_")]
-        for path in [*fp8, "precision.first_last_layers_bf16"]:
-            if get(config, path) != fields[path].default:
-                yield f"{fields[path].show(get(config, path))} needs --fp8-format"
+    fp8 = [path for path in all_fields() if path.startswith("precision.fp8_")]
+    yield from needs(config, precision.fp8_format is not None, "--fp8-format", *fp8, "precision.first_last_layers_bf16")
     if precision.fp8_param_gather and not _shards(config):
         yield "--fp8-param-gather needs --use-distributed-optimizer"

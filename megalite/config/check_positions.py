@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.fields import all_fields, get
+from megalite.config.fields import all_fields, needs
 from megalite.config.schema import ROTARY, ModelConfig, RunConfig
 
 _ALL = ("rope_scaling_factor", "rope_original_max_position_embeddings")
@@ -39,16 +39,15 @@ def idle_scaling(model: ModelConfig) -> dict[str, list[str]]:
 
 def position_problems(config: RunConfig) -> Iterator[str]:
     """Problems of the network's positions."""
-    model, length, fields = config.model, config.data.seq_length, all_fields()
+    model, length = config.model, config.data.seq_length
     kind, rows = model.position_embedding_type, model.max_position_embeddings
     if rows is None and kind == "learned_absolute":
         yield "--max-position-embeddings is missing: learned positions need the longest sequence"
     if rows is not None and length is not None and length > rows:
         yield f"--seq-length {length} is longer than --max-position-embeddings {rows}"
     if kind not in ROTARY:
-        for path in (f"model.{name}" for name in _PLAIN):
-            if get(config, path) != fields[path].default:
-                yield f"{fields[path].show(get(config, path))} needs --position-embedding-type rope, not {kind}"
+        reason = f"--position-embedding-type rope, not {kind}"
+        yield from needs(config, False, reason, *(f"model.{name}" for name in _PLAIN))
         return
     if model.rope_high_freq_factor <= model.rope_low_freq_factor:
         yield (

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from megalite.config.batches import batch_size_stages
-from megalite.config.fields import all_fields, get
+from megalite.config.fields import needs
 from megalite.config.resolve import DEFAULT_TOKENIZER, data_parallel_size, parse_split
 from megalite.config.schema import RunConfig
 
@@ -19,16 +19,6 @@ TOKENIZER_NEEDS = {
     "TikTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
 }
-
-
-def needs(config: RunConfig, needed: bool, reason: str, *paths: str) -> Iterator[str]:
-    """One line for each of `paths` that was set although what it needs is absent."""
-    if needed:
-        return
-    fields = all_fields()
-    for path in paths:
-        if get(config, path) != fields[path].default:
-            yield f"{fields[path].show(get(config, path))} needs {reason}"
 
 
 def batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -115,6 +115,17 @@ def put(config: RunConfig, path: str, value: Any) -> None:
     setattr(getattr(config, section), name, value)
 
 
+def given(config: RunConfig, *paths: str) -> list[str]:
+    """Those of the fields that don't have their default, each as a user would type it."""
+    fields = all_fields()
+    return [fields[path].show(get(config, path)) for path in paths if get(config, path) != fields[path].default]
+
+
+def needs(config: RunConfig, met: bool, reason: str, *paths: str) -> list[str]:
+    """One line for each of the fields that was set although what it needs, `reason`, isn't `met`."""
+    return [] if met else [f"{shown} needs {reason}" for shown in given(config, *paths)]
+
+
 def settings_not_built(config: RunConfig) -> list[tuple[str, str]]:
     """Settings whose feature isn't built yet: the flag with its value, and the feature's name."""
     pairs = ((field, get(config, field.path)) for field in all_fields().values())
