@@ -99,7 +99,8 @@ def ffn_width(model: ModelConfig) -> int | None:
 
 def _resolve_model(config: RunConfig) -> None:
     model = config.model
-    model.ffn_hidden_size = ffn_width(model)
+    if (width := ffn_width(model)) is not None:
+        model.ffn_hidden_size = width
     if model.num_attention_heads:
         if model.kv_channels is None and model.hidden_size is not None:
             model.kv_channels = model.hidden_size // model.num_attention_heads

@@ -18,7 +18,6 @@ from megalite.config.schema import ModelConfig
 
 def rotary_width(config: ModelConfig) -> int:
     """How much of each head is rotated: an even number."""
-    assert config.kv_channels is not None
     width = int(config.kv_channels * config.rotary_percent)
     return width - width % 2
 

@@ -103,7 +103,6 @@ class GPTExecutor:
         if self.mesh.layout.sequence_parallel:
             length //= self.mesh.tp.size
         hidden = self.stages[chunk].config.hidden_size
-        assert hidden is not None
         return {HIDDEN: ((length, batch, hidden), self.stages[chunk].compute)}
 
     def forward(self, chunk: int, microbatch: int, inputs: Tensors | None = None) -> Tensors | None:

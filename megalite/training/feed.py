@@ -58,7 +58,6 @@ class Feed:
 
     def _microbatches(self, dataset: SampleSource, *, start: int, total: int | None = None) -> MicrobatchIterator:
         training, data = self.config.training, self.config.data
-        assert training.micro_batch_size is not None
         return microbatch_iterator(
             dataset,
             start_sample=start,

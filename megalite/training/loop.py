@@ -143,7 +143,6 @@ class Loop:
         validation, training = self.config.validation, self.config.training
         # One beyond the interval, at the end, isn't counted: a run that goes on later reads as if there were no end.
         if split == "valid" and not validation.full_validation and self._due(validation.eval_interval):
-            assert training.global_batch_size is not None
             state.consumed_valid_samples += validation.eval_iters * training.global_batch_size
         of_tokens = self.config.finetune.task != "classification"
         record = EvaluationRecord(state.iteration, split, loss, scores, of_tokens)

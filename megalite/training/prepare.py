@@ -170,7 +170,6 @@ def _length_problems(config: RunConfig) -> list[str]:
 def _schedule_problems(config: RunConfig, world_size: int) -> list[str]:
     """What the pipeline schedule can't do with the microbatches of each global batch size of the run."""
     dp, plan, problems = Layout.from_config(config.layout, world_size).dp, Plan(config, 0), []
-    assert config.training.micro_batch_size is not None
     for _, size in batch_size_stages(config.training, config.data.seq_length):
         microbatches = size // (config.training.micro_batch_size * dp)
         if microbatches > MOST_MICROBATCHES:

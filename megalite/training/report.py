@@ -47,12 +47,10 @@ def _local_parameters(stages: Sequence[GPTStage]) -> int:
 def _model_lines(config: RunConfig, stages: Sequence[GPTStage], mesh: Mesh, adapter: AdapterWork | None) -> list[str]:
     vocab_size = stages[0].vocab_size
     rows = padded_vocabulary(vocab_size, config.model.make_vocab_size_divisible_by, mesh.tp.size)
-    assert config.data.seq_length is not None
     classes = len(config.finetune.class_names or ())
     flops = training_flops_per_token(config.model, classes or vocab_size, config.data.seq_length, adapter)
     total = count_parameters(config.model, vocab_size).total
     if classes:  # a head in place of an output over the vocabulary
-        assert config.model.hidden_size is not None
         lost = vocab_size if config.model.untie_embeddings_and_output_weights else 0
         total += (classes - lost) * config.model.hidden_size
     trained = ""

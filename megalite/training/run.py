@@ -257,7 +257,6 @@ class Run:
             self.say(f"saved the adapter in {directory}: validation loss {loss:.6g} is the lowest so far")
         prompts, length = self.prepared.prompts, self.config.data.seq_length
         if prompts is not None:
-            assert length is not None
             written = Continuations(self.mesh, evaluator, self.prepared.tokenizer, prompts, length).texts()
             pairs = zip(prompts.texts, written, strict=True)
             self.say_all([f"prompt: {text}\n  model: {answer}" for text, answer in pairs])

@@ -32,7 +32,6 @@ def has_short_samples(config: RunConfig) -> bool:
 def sft_options(config: RunConfig) -> SftOptions:
     """The flags of a resolved configuration as `data/` takes them."""
     finetune = config.finetune
-    assert config.data.seq_length is not None
     return SftOptions(
         data=finetune.sft_data or [],
         seq_length=config.data.seq_length,
@@ -66,7 +65,6 @@ def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> Prompts | Non
     texts, length = config.finetune.eval_prompt, config.data.seq_length
     if texts is None:
         return None
-    assert length is not None
     try:
         reader, form, ends = SftReader(sft_options(config), tokenizer, _template_place(config)), PAIR, {tokenizer.eod}
         if config.finetune.task == "sft":
@@ -88,14 +86,12 @@ def evaluates_whole(config: RunConfig, samples: int) -> bool:
     """Whether each evaluation of a set of so many samples reads all of it, once: as asked, or since a set of answers or
     labels is small enough."""
     validation, batch = config.validation, config.training.global_batch_size
-    assert batch is not None
     return validation.full_validation or (has_short_samples(config) and validation.eval_iters * batch >= samples)
 
 
 def _summed_up(summary: SplitSummary, config: RunConfig, sizes: tuple[int, int, int]) -> SplitSummary:
     """What a fine-tuning set gives to a run that draws `sizes`, counting that an evaluation may read it whole."""
     held, batch = summary.samples_per_epoch, config.training.global_batch_size
-    assert batch is not None
     drawn = sizes[SPLITS.index(summary.split)]
     whole = summary.split != "train" and evaluates_whole(config, held)
     if whole:
@@ -124,7 +120,6 @@ def _sizes(config: RunConfig) -> tuple[int, int, int]:
     """Samples that a run draws from train, valid and test."""
     batches = BatchSchedule.from_config(config)
     iterations = batches.total_iterations(config)
-    assert config.training.global_batch_size is not None
     return split_sizes(
         config,
         train_samples=batches.samples_after(iterations),

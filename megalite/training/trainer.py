@@ -88,7 +88,6 @@ class Trainer:
 
     def _count(self, samples: int) -> int:
         """Microbatches of this rank in a global batch of `samples`."""
-        assert self.config.training.micro_batch_size is not None
         return samples // (self.config.training.micro_batch_size * self.mesh.dp.size)
 
     def _count_tokens(self, microbatches: list[Microbatch]) -> Tensor:

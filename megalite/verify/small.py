@@ -61,7 +61,6 @@ def shrink(
         config.layout = copy.deepcopy(layout)
     model, training, rate = config.model, config.training, config.learning_rate
     tp, pp = config.layout.tensor_model_parallel_size, config.layout.pipeline_model_parallel_size
-    assert model.num_attention_heads
     _small_heads(config, copied=given.layout.tensor_model_parallel_size > model.num_query_groups)
     _small_stages(config, given)
     _small_batch(config, 16 * tp * config.layout.context_parallel_size, folder)
@@ -75,7 +74,6 @@ def shrink(
 def _small_heads(config: RunConfig, *, copied: bool) -> None:
     """Few heads of width 8. `copied`: more tensor-parallel ranks than key/value heads, which hold copies of them."""
     model, tp = config.model, config.layout.tensor_model_parallel_size
-    assert model.num_attention_heads
     share = min(model.num_attention_heads // model.num_query_groups, 4)
     groups = min(model.num_query_groups, max(tp, 2))
     if copied:
