@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megalite.config.check_positions import position_problems
 from megalite.config.fields import all_fields, needs
-from megalite.config.resolve import data_parallel_size, ffn_width, parse_window, pipeline_units, virtual_stages
+from megalite.config.resolve import data_parallel_size, ffn_width, parse_window, pipeline_units, shards, virtual_stages
 from megalite.config.schema import RunConfig
 
 
@@ -173,7 +173,7 @@ def _sharding_problems(config: RunConfig) -> Iterator[str]:
     layout = config.layout
     if layout.use_distributed_optimizer and layout.data_parallel_sharding_strategy == "no_shard":
         yield "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard contradict each other"
-    if layout.overlap_param_gather and not _shards(config):
+    if layout.overlap_param_gather and not shards(config):
         yield "--overlap-param-gather needs --use-distributed-optimizer or a --data-parallel-sharding-strategy"
     if layout.ddp_bucket_size is not None and layout.data_parallel_sharding_strategy == "optim_grads_params":
         yield (
@@ -182,11 +182,6 @@ def _sharding_problems(config: RunConfig) -> Iterator[str]:
         )
     if layout.overlap_param_gather and not layout.overlap_grad_reduce:
         yield "--overlap-param-gather needs --overlap-grad-reduce"
-
-
-def _shards(config: RunConfig) -> bool:
-    layout = config.layout
-    return layout.use_distributed_optimizer or layout.data_parallel_sharding_strategy not in (None, "no_shard")
 
 
 def precision_problems(config: RunConfig) -> Iterator[str]:
@@ -202,5 +197,5 @@ def precision_problems(config: RunConfig) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 needs --bf16"
     fp8 = [path for path in all_fields() if path.startswith("precision.fp8_")]
     yield from needs(config, precision.fp8_format is not None, "--fp8-format", *fp8, "precision.first_last_layers_bf16")
-    if precision.fp8_param_gather and not _shards(config):
+    if precision.fp8_param_gather and not shards(config):
         yield "--fp8-param-gather needs --use-distributed-optimizer"

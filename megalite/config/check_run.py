@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from megalite.config.batches import batch_size_stages
@@ -247,9 +246,6 @@ def reporting_problems(config: RunConfig) -> Iterator[str]:
     start, end = logging.profile_step_start, logging.profile_step_end
     if logging.profile and end <= start:
         yield f"--profile-step-end {end} must be above --profile-step-start {start}"
-    if logging.wandb_project is not None:
-        if logging.wandb_exp_name is None:
-            yield f"--wandb-project {logging.wandb_project} needs --wandb-exp-name"
-        if importlib.util.find_spec("wandb") is None:
-            yield f"--wandb-project {logging.wandb_project} needs the package wandb: pip install wandb"
+    if logging.wandb_project is not None and logging.wandb_exp_name is None:
+        yield f"--wandb-project {logging.wandb_project} needs --wandb-exp-name"
     yield from needs(config, logging.wandb_project is not None, "--wandb-project", "logging.wandb_exp_name")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megalite.config.schema import RunConfig
 from megalite.distributed.collectives import broadcast_object
-from megalite.training.evaluate import Evaluator
+from megalite.training.diagnostics import Profiler
+from megalite.training.evaluation import Evaluator
 from megalite.training.metrics import EvaluationRecord, Sink, StepRecord, evaluated_splits
-from megalite.training.profiling import Profiler
 from megalite.training.report import size
 from megalite.training.signals import StopRequests
 from megalite.training.trainer import Trainer

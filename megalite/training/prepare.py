@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,44 @@ from megalite.peft import check as peft_check
 from megalite.peft.files import base_note, settle
 from megalite.training import resume
 from megalite.training.base_model import check_base_weights, read_adapter_flags, read_base_model
-from megalite.training.determinism import deterministic, prepare_determinism
+from megalite.training.evaluation import Prompts
+from megalite.training.executor import Plan
 from megalite.training.metrics import check_sinks
-from megalite.training.plan import Plan
-from megalite.training.prompts import Prompts
 from megalite.training.report import check_memory, memory_by_stage
 from megalite.training.task import check_task, evaluation_prompts
+
+_WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+_ALGORITHM = "NCCL_ALGO"
+
+
+def prepare_determinism(device: torch.device) -> None:
+    """Set what cuBLAS and NCCL read when they start. A value of the user's that allows other sums is a FlagError."""
+    if device.type != "cuda":
+        return
+    if os.environ.setdefault(_WORKSPACE, _WORKSPACES[0]) not in _WORKSPACES:
+        raise FlagError(
+            f"--deterministic-mode: the environment has {_WORKSPACE}={os.environ[_WORKSPACE]}; unset it, or set one of "
+            f"{', '.join(_WORKSPACES)}"
+        )
+    algorithm = os.environ.setdefault(_ALGORITHM, "Ring")
+    if "NVLS" in algorithm and not algorithm.startswith("^"):
+        raise FlagError(
+            f"--deterministic-mode: the environment has {_ALGORITHM}={algorithm}, and NVLS sums in no fixed "
+            "order; unset it, or set Ring or Tree"
+        )
+
+
+@contextlib.contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Only deterministic kernels within, where that is `wanted`; afterwards as before."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if wanted:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
 
 MOST_MICROBATCHES = 1 << 16
 """Of a rank in a step: a schedule lists every one."""

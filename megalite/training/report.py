@@ -27,8 +27,8 @@ from megalite.peft.apply import count_parameters as owned_parameters
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.timeline import peak_live
 from megalite.precision.policy import Precision
-from megalite.training.plan import Plan
-from megalite.training.state import TrainingState
+from megalite.training.executor import Plan
+from megalite.training.resume import TrainingState
 
 
 def size(count: float, unit: str = "B") -> str:

@@ -41,23 +41,17 @@ from megalite.precision.loss_scaler import LossScaler
 from megalite.precision.policy import Precision
 from megalite.training import resume
 from megalite.training.base_model import base_names, load_base_model
-from megalite.training.classification import DecisionCounts
-from megalite.training.dump import dump_gradients
-from megalite.training.evaluate import Evaluator
-from megalite.training.executor import GPTExecutor
-from megalite.training.feed import Feed
+from megalite.training.diagnostics import Profiler, Timeline, Timers, dump_gradients
+from megalite.training.evaluation import Continuations, DecisionCounts, Evaluator
+from megalite.training.executor import GPTExecutor, Plan
 from megalite.training.loop import Loop
 from megalite.training.memory import PeakMemory, memory_report, peak_process_memory
 from megalite.training.metrics import StepRecord, make_sinks
-from megalite.training.plan import Plan
 from megalite.training.prepare import Prepared
-from megalite.training.profiling import Profiler, Timeline
-from megalite.training.prompts import Continuations
 from megalite.training.report import opening_block, predicted_memory
+from megalite.training.resume import TrainingState
 from megalite.training.signals import StopRequests
-from megalite.training.state import TrainingState
-from megalite.training.task import build_task_datasets
-from megalite.training.timers import Timers
+from megalite.training.task import Feed, build_task_datasets
 from megalite.training.trainer import Trainer
 
 

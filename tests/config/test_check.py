@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
 import pytest
@@ -392,14 +391,6 @@ def test_a_value_that_no_flag_would_let_in_is_refused_too() -> None:
     config = given("")
     config.optimizer.optimizer = "muon"
     assert check(config, 1) == ["--optimizer muon: not one of adam, sgd"]
-
-
-def test_weights_and_biases_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = given("--wandb-project p --wandb-exp-name e")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert check(config, 1) == ["--wandb-project p needs the package wandb: pip install wandb"]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert check(config, 1) == []
 
 
 def test_every_planned_feature_is_refused_by_name_until_it_is_built() -> None:

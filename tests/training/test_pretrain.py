@@ -13,7 +13,7 @@ from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.files.owner import OWNER
 from megalite.training.metrics import check_sinks
-from megalite.training.outputs import owned_outputs
+from megalite.training.pretrain import owned_outputs
 
 
 def config_of(folder: Path) -> RunConfig:
