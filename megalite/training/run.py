@@ -19,6 +19,7 @@ from megalite.checkpoint.huggingface.hub import published_name
 from megalite.checkpoint.huggingface.travel import companions
 from megalite.checkpoint.storage import CheckpointDirectory, Retention
 from megalite.config.errors import UserError
+from megalite.config.fields import output_folders
 from megalite.data.gpt_dataset import Datasets
 from megalite.data.splits import data_digests
 from megalite.distributed.collectives import broadcast_object
@@ -65,7 +66,7 @@ class Run:
         """
         self.prepared, self.config, self.mesh = prepared, prepared.config, mesh
         config = self.config
-        self.say_all(prepared.notes)
+        self.say(*prepared.notes)
         self.precision = Precision.from_config(config.precision)
         self.datasets = self._datasets()  # first, since it may say how many steps there are
         self.companions = self._companions()
@@ -98,14 +99,11 @@ class Run:
             self.transport = ProcessGroupTransport(mesh.pp, len(self.stages), mesh.device, timeout=timeout)
         self.trainer = self._trainer()
 
-    def say(self, text: str) -> None:
+    def say(self, *lines: str) -> None:
         """Print on the first rank."""
         if self.mesh.is_first:
-            print(text, flush=True)
-
-    def say_all(self, lines: list[str]) -> None:
-        for line in lines:
-            self.say(line)
+            for line in lines:
+                print(line, flush=True)
 
     def _datasets(self) -> Datasets:
         """Each machine's first rank builds the indices, then the others find them in the cache."""
@@ -117,7 +115,7 @@ class Run:
         )
         if self.classes is not None:
             config.finetune.class_names = list(self.classes)  # so that checkpoints know
-        self.say_all(datasets.notes)
+        self.say(*datasets.notes)
         for flag, value in (
             ("--save-best-adapter", config.peft.save_best_adapter),
             ("--eval-prompt", config.finetune.eval_prompt),
@@ -129,10 +127,9 @@ class Run:
     def _companions(self) -> dict[str, bytes]:
         """On the first rank the small files to write beside weights, read now: at the end they may be gone."""
         files: dict[str, bytes] = {}
-        if self.config.checkpoint.save or self.config.peft.save_adapter or self.config.peft.save_best_adapter:
-            conversations = self.datasets.conversations
-            read = lambda: files.update(companions(self.config, conversations=conversations))  # noqa: E731
-            on_first_rank(read, self.mesh.world)
+        if output_folders(self.config):
+            read = partial(companions, self.config, conversations=self.datasets.conversations)
+            on_first_rank(lambda: files.update(read()), self.mesh.world)
         return files
 
     def _model(self, *, without_values: bool) -> list[GPTStage]:
@@ -140,11 +137,10 @@ class Run:
         config = self.config
         recompute = Recompute.from_config(config.training)
         vocab_size, backend = self.prepared.vocab_size, self.prepared.backend
-        classes = None if self.classes is None else len(self.classes)
         stages = []
         for span in stage_spans(config)[self.mesh.pp.rank]:
             build = Build(config.model, self.mesh, self.precision, recompute=recompute, without_values=without_values)
-            stages.append(GPTStage(build, vocab_size, span, backend, classes))
+            stages.append(GPTStage(build, vocab_size, span, backend, self._outputs()))
         if config.finetune.load_hf is not None:
             self.base_names = base_names(config.finetune.load_hf, (name for name, _, _ in specs_of(stages)))
         if not without_values:
@@ -156,10 +152,14 @@ class Run:
         config = self.config
         if config.peft.peft == "none":
             return None
-        classes = None if self.classes is None else len(self.classes)
-        plan = plan_adapter(config.peft, config.model, self.prepared.vocab_size, self.mesh.world, classes)
+        rows, classes = self.prepared.vocab_size, self._outputs()
+        plan = plan_adapter(config.peft, config.model, rows, self.mesh.world, classes)
         plan.apply(self.stages, mesh=self.mesh, precision=self.precision, seed=config.training.seed)
         return plan
+
+    def _outputs(self) -> int | None:
+        """Classes of a classifier."""
+        return None if self.classes is None else len(self.classes)
 
     def _adapter_work(self) -> AdapterWork | None:
         return None if self.adapter is None else self.adapter.work(self.config.model, head=self.classes is not None)
@@ -196,8 +196,8 @@ class Run:
             weights_only=weights_only,
             data=self.data_digests,
         )
-        self.say(f"loaded {found.path}" + (" (only weights)" if weights_only else f", iteration {state.iteration}"))
-        self.say_all(notes)
+        what = " (only weights)" if weights_only else f", iteration {state.iteration}"
+        self.say(f"loaded {found.path}{what}", *notes)
         return state
 
     def _fill_adapter(self, plan: AdapterPlan, base: CheckpointDirectory | None) -> None:
@@ -252,8 +252,7 @@ class Run:
         prompts, length = self.prepared.prompts, self.config.data.seq_length
         if prompts is not None:
             written = Continuations(self.mesh, evaluator, self.prepared.tokenizer, prompts, length).texts()
-            pairs = zip(prompts.texts, written, strict=True)
-            self.say_all([f"prompt: {text}\n  model: {answer}" for text, answer in pairs])
+            self.say(*(f"prompt: {p}\n  model: {answer}" for p, answer in zip(prompts.texts, written, strict=True)))
 
     def _load_base(self) -> None:
         """The weights of `--load-hf`, where it is given."""
@@ -298,39 +297,34 @@ class Run:
         wait = torch.cuda.current_stream().synchronize if self.mesh.device.type == "cuda" else None
         return PipelineRuntime(self.executor, recorder, wait, self.transport)
 
-    def _dump(self, loss_scale: float) -> None:
-        assert self.config.training.dump_grads is not None
-        dump_gradients(self.config.training.dump_grads, self.optimizer, self.mesh, loss_scale)
-
     def _watched_step(self) -> StepRecord:
-        """A step whose memory is measured and told."""
-        sent = self.optimizer.transport.traffic.bytes_sent
-        count = self.config.microbatches_per_step(self.mesh.dp.size)
+        """A step whose memory is measured and reported."""
+        traffic, count = self.optimizer.transport.traffic, self.config.microbatches_per_step(self.mesh.dp.size)
+        sent, predicted = traffic.bytes_sent, None
         with PeakMemory(self.mesh.device) as memory:
             record = self.trainer.step()
             self.optimizer.settle()
-        self.say_all(
-            memory_report(
-                self.optimizer,
-                self.mesh,
-                peak=memory.peak,
-                sent=self.optimizer.transport.traffic.bytes_sent - sent,
-                frozen=sum(p.nbytes for stage in self.stages for p in stage.parameters() if not p.requires_grad),
-                predicted=None
-                if self.adapter is not None
-                else predicted_memory(self.config, self.stages, self.plan.training(count), self.mesh),
-                microbatches=count,
-            )
+        if self.adapter is None:
+            predicted = predicted_memory(self.config, self.stages, self.plan.training(count), self.mesh)
+        lines = memory_report(
+            self.optimizer,
+            self.mesh,
+            peak=memory.peak,
+            sent=traffic.bytes_sent - sent,
+            frozen=sum(p.nbytes for stage in self.stages for p in stage.parameters() if not p.requires_grad),
+            predicted=predicted,
+            microbatches=count,
         )
+        self.say(*lines)
         return record
 
     def _trainer(self) -> Trainer:
         config, mesh = self.config, self.mesh
-        recorder = None
+        recorder, folder = None, config.training.dump_grads
         if config.logging.timeline is not None:
             recorder = Timeline(config.logging.timeline, mesh.rank)
             self.optimizer.record(recorder.collective)
-        outputs = self.prepared.vocab_size if self.classes is None else len(self.classes)
+        outputs = self._outputs() or self.prepared.vocab_size
         return Trainer(
             config=config,
             mesh=mesh,
@@ -345,12 +339,13 @@ class Run:
             microbatches=self.feed.training(),
             timers=Timers(config.logging.timing_log_level, mesh.device),
             flops_per_token=partial(training_flops_per_token, config.model, outputs, adapter=self._adapter_work()),
-            on_first_gradients=self._dump if config.training.dump_grads is not None else None,
+            on_first_gradients=None if folder is None else partial(dump_gradients, folder, self.optimizer, mesh),
         )
 
     def loop(self) -> Loop:
         """The whole run, after the block that describes it."""
         config, mesh = self.config, self.mesh
+        evaluated = ("valid", "test") if config.validation.eval_iters > 0 else ()
         evaluator = Evaluator(
             config, mesh, self.executor, self._runtime(None), self.plan, self.feed.evaluation, self.decisions, self.say
         )
@@ -374,11 +369,7 @@ class Run:
             trainer=self.trainer,
             evaluator=evaluator,
             total_iterations=self.total_iterations,
-            splits=[
-                split
-                for split in ("valid", "test")
-                if getattr(self.datasets, split) is not None and config.validation.eval_iters > 0
-            ],
+            splits=[split for split in evaluated if getattr(self.datasets, split) is not None],
             sinks=make_sinks(config, self.total_iterations, self.state.iteration) if mesh.is_first else [],
             stops=StopRequests(config.training, mesh),
             profiler=Profiler(config.logging, Path(config.logging.tensorboard_dir or "profile"), mesh.rank),

@@ -14,8 +14,10 @@ from megalite.config.schema import RunConfig, TokenizerConfig
 _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
 _TOKENIZER_FILES = ("vocab_file", "merge_file", "tokenizer_model")
 # What a proof doesn't use, besides what a run writes.
-_UNUSED = ("checkpoint.load", "checkpoint.pretrained_checkpoint", "logging.wandb_project", "logging.profile")
-_UNUSED += ("finetune.eval_prompt", "finetune.train_epochs")
+_UNUSED = (
+    *("checkpoint.load", "checkpoint.pretrained_checkpoint", "logging.wandb_project", "logging.profile"),
+    *("finetune.eval_prompt", "finetune.train_epochs"),
+)
 _VOCABULARY = 32000  # ids, where nothing says how many
 
 

@@ -58,7 +58,7 @@ def test_a_second_run_is_refused_on_all_its_ranks_and_goes_on_when_the_first_has
     with owned_outputs(config_of(tmp_path), single_process_mesh()):
         messages = pool.run(_try, 2, tmp_path, layout=Layout(dp=2))
     assert set(messages) == {messages[0]}
-    assert messages[0].startswith(f"--save-adapter {tmp_path}")
+    assert messages[0].startswith(f"--save {tmp_path} ")
     assert "is used by another run (process " in messages[0]
     assert pool.run(_try, 2, tmp_path, layout=Layout(dp=2))[0] == "owned: True"
     assert list(tmp_path.iterdir()) == []
