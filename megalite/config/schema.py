@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.config.schema_field import ABOVE_ZERO, BELOW_ONE, NOT_NEGATIVE, Bound, flag
-from megalite.config.schema_finetune import FinetuneConfig
+from megalite.config.schema_finetune import FinetuneConfig, PeftConfig
 from megalite.config.schema_model import ROTARY as ROTARY
 from megalite.config.schema_model import ModelConfig as ModelConfig
-from megalite.config.schema_peft import PeftConfig
 from megalite.config.values import type_problem
 
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from megalite.config.check_positions import yarn_turns
+from megalite.config.check_network import yarn_turns
 from megalite.config.schema import ModelConfig
 
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from megalite.config.errors import FlagError
 from megalite.config.resolve import shards, virtual_stages
 from megalite.config.schema import LayoutConfig, RunConfig
-from megalite.config.schema_peft import PeftConfig
+from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.launch import Environment
 from megalite.distributed.pool import ProcessPool
 from megalite.estimate.memory import estimate_memory, machine_memory

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megalite.config.check_positions import yarn_turns
+from megalite.config.check_network import yarn_turns
 from megalite.config.entry import SMALLEST, read_config
 from megalite.config.errors import FlagError
 from megalite.config.fields import FINETUNING, all_fields, get, section_names

@@ -18,8 +18,7 @@ from megalite.checkpoint.huggingface.classes import read_classes
 from megalite.checkpoint.huggingface.fields import Fields
 from megalite.checkpoint.huggingface.registry import ARCHITECTURES
 from megalite.checkpoint.storage import CONFIG_FILE, read_json, refuse_other_kind
-from megalite.config.check_network import model_problems
-from megalite.config.check_positions import idle_scaling
+from megalite.config.check_network import idle_scaling, model_problems
 from megalite.config.fields import all_fields, value_problems
 from megalite.config.schema import ROTARY, ModelConfig, RunConfig
 from megalite.nn.attention_backend import bounded_window
