@@ -34,7 +34,7 @@ from megalite.training.evaluation import Prompts
 from megalite.training.executor import Plan
 from megalite.training.metrics import check_sinks
 from megalite.training.report import check_memory, memory_by_stage
-from megalite.training.task import check_task, evaluation_prompts
+from megalite.training.task import TASKS, Task
 
 _WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 _ALGORITHM = "NCCL_ALGO"
@@ -84,6 +84,7 @@ class Prepared:
     threads: int
     backend: AttentionBackend
     tokenizer: Tokenizer
+    task: Task
     prompts: Prompts | None
 
     @property
@@ -131,7 +132,8 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         for folder in filter(None, (config.checkpoint.load, config.checkpoint.pretrained_checkpoint)):
             refuse_other_kind(Path(folder), "--load")
         tokenizer = build_tokenizer(config.tokenizer)
-        if config.finetune.task != "classification":
+        task = TASKS[config.finetune.task](config, tokenizer)
+        if task.of_tokens:
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
         notes = [*notes, *data_check.tokenizer_notes(config, tokenizer)]
         if config.finetune.load_hf is not None and (config.peft.peft != "none" or _starts_fresh(config)):
@@ -140,8 +142,8 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
             found, weights_only = resume.locate(config.checkpoint)
             if found is not None:
                 resume.check_adapter(found, config, weights_only=weights_only)
-        _refuse([*vocabulary_problems(config, tokenizer), *check_task(config, tokenizer)])
-        prompts = evaluation_prompts(config, tokenizer)
+        _refuse([*vocabulary_problems(config, tokenizer), *task.problems()])
+        prompts = task.prompts()
         if config.peft.prompt_init_text is not None and not tokenizer.tokenize(config.peft.prompt_init_text):
             raise FlagError(f"--prompt-init-text {config.peft.prompt_init_text!r} has no tokens: give it some text")
         rows = config.model.model_vocab_size or tokenizer.vocab_size
@@ -151,7 +153,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
     threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)
     if config.peft.load_adapter is not None and config.finetune.load_hf is not None:
         notes = [*notes, *filter(None, [base_note(config.peft.load_adapter, config.finetune.load_hf)])]
-    return Prepared(config, list(notes), environment, device, threads, backend, tokenizer, prompts)
+    return Prepared(config, list(notes), environment, device, threads, backend, tokenizer, task, prompts)
 
 
 def fill_config(config: RunConfig, explicit: Collection[str]) -> list[str]:

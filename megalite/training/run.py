@@ -43,7 +43,7 @@ from megalite.precision.policy import Precision
 from megalite.training import resume
 from megalite.training.base_model import base_names, load_base_model
 from megalite.training.diagnostics import Profiler, Timeline, Timers, dump_gradients
-from megalite.training.evaluation import Continuations, DecisionCounts, Evaluator
+from megalite.training.evaluation import Continuations, Evaluator
 from megalite.training.executor import GPTExecutor, Plan
 from megalite.training.loop import Loop
 from megalite.training.memory import PeakMemory, memory_report, peak_process_memory
@@ -52,7 +52,7 @@ from megalite.training.prepare import Prepared
 from megalite.training.report import opening_block, predicted_memory
 from megalite.training.resume import TrainingState
 from megalite.training.signals import StopRequests
-from megalite.training.task import Feed, build_task_datasets
+from megalite.training.task import Feed
 from megalite.training.trainer import Trainer
 
 
@@ -64,7 +64,7 @@ class Run:
 
         `transport`: for the optimizer's data-parallel collectives, in place of the mesh's own.
         """
-        self.prepared, self.config, self.mesh = prepared, prepared.config, mesh
+        self.prepared, self.config, self.task, self.mesh = prepared, prepared.config, prepared.task, mesh
         config = self.config
         self.say(*prepared.notes)
         self.precision = Precision.from_config(config.precision)
@@ -86,8 +86,8 @@ class Run:
             self.optimizer.parameters_loaded(with_state=False)
         self.scaler = LossScaler.from_config(config.precision)
         self.state = self._starting_state()
-        self.feed = Feed(config, mesh, self.datasets, self.state)
-        self.decisions = None if self.classes is None else DecisionCounts(len(self.classes), mesh)
+        self.feed = Feed(self.task, mesh, self.datasets, self.state)
+        self.decisions = self.task.decisions(mesh)
         self.executor = GPTExecutor(
             self.stages, mesh, label_smoothing=config.model.label_smoothing, optimizer=self.optimizer
         )
@@ -108,13 +108,7 @@ class Run:
     def _datasets(self) -> Datasets:
         """Each machine's first rank builds the indices, then the others find them in the cache."""
         config, prepared = self.config, self.prepared
-        datasets, self.classes = first_of_machine_first(
-            lambda: build_task_datasets(config, prepared.tokenizer),
-            self.mesh,
-            first=prepared.environment.local_rank == 0,
-        )
-        if self.classes is not None:
-            config.finetune.class_names = list(self.classes)  # so that checkpoints know
+        datasets = first_of_machine_first(self.task.datasets, self.mesh, first=prepared.environment.local_rank == 0)
         self.say(*datasets.notes)
         for flag, value in (
             ("--save-best-adapter", config.peft.save_best_adapter),
@@ -159,10 +153,12 @@ class Run:
 
     def _outputs(self) -> int | None:
         """Classes of a classifier."""
-        return None if self.classes is None else len(self.classes)
+        return None if self.task.classes is None else len(self.task.classes)
 
     def _adapter_work(self) -> AdapterWork | None:
-        return None if self.adapter is None else self.adapter.work(self.config.model, head=self.classes is not None)
+        return (
+            None if self.adapter is None else self.adapter.work(self.config.model, head=self.task.classes is not None)
+        )
 
     def _initialize(self, pieces: Iterable[Piece]) -> None:
         """Fill what is held of the parameters, with zeros where values are loaded later."""
@@ -236,7 +232,7 @@ class Run:
             vocab_size=self.prepared.vocab_size,
             sharded=self.optimizer.sharding.parameters,
             base=None if base is None else published_name(base),
-            class_names=self.classes,
+            class_names=self.task.classes,
             beside=self.companions,
             flag=flag,
         )
@@ -260,7 +256,7 @@ class Run:
         if folder is None:
             return
         pieces = resume.entries(self.stages, self.optimizer, state=False)
-        load_base_model(folder, mesh=self.mesh, pieces=pieces, names=self.base_names, classes=self.classes)
+        load_base_model(folder, mesh=self.mesh, pieces=pieces, names=self.base_names, classes=self.task.classes)
         self.optimizer.parameters_loaded(with_state=False)
         self.say(f"loaded {folder} (weights in Hugging Face format)")
 
