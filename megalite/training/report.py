@@ -168,16 +168,15 @@ def opening_block(
     adapter: AdapterWork | None = None,
 ) -> str:
     """The whole block as text. Collective over the model's ranks."""
-    training = config.training
-    norm = f"torch {config.model.normalization}"
+    training, short = config.training, TASKS[config.finetune.task].short_samples
     lines = [
         *_model_lines(config, stages, mesh, adapter),
         _layout_line(config, mesh, threads),
-        f"precision: {precision.name}; attention: {backend.kernel} ({backend.reason}); norm: {norm}; "
-        f"optimizer: {optimizer.description}",
-        f"batch: {training.global_batch_size} sequences of {'up to ' if TASKS[config.finetune.task].short_samples else ''}"
-        f"{config.data.seq_length} tokens a step, micro batch "
-        f"{training.micro_batch_size}; {total_iterations:,} steps, starting after {state.iteration:,}",
+        f"precision: {precision.name}; attention: {backend.kernel} ({backend.reason}); "
+        f"norm: torch {config.model.normalization}; optimizer: {optimizer.description}",
+        f"batch: {training.global_batch_size} sequences of {'up to ' if short else ''}{config.data.seq_length} tokens "
+        f"a step, micro batch {training.micro_batch_size}; {total_iterations:,} steps, starting after "
+        f"{state.iteration:,}",
         *(f"data: {summary.line()}" for summary in datasets.summaries),
     ]
     return "\n".join(["=" * 80, *(f" {line}" for line in lines), "=" * 80])
