@@ -20,9 +20,9 @@ def main() -> None:
     from megalite.distributed.launch import Environment, run_worker
 
     def work(environment: Environment) -> None:
-        from megalite.training.pretrain import pretrain
+        from megalite.training.pretrain import train
 
-        pretrain(sys.argv[1:], environment, program=PROGRAM, description=DESCRIPTION)
+        train(sys.argv[1:], environment, program=PROGRAM, description=DESCRIPTION)
 
     run_worker(work)
 

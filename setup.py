@@ -72,6 +72,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["megalite", "megalite.*"]),
+    package_data={"megalite.config": ["megatron_flags.tsv"]},
     install_requires=DEPENDENCIES,
     extras_require={"hf": HF, "serve": SERVE, "test": TEST, "dev": DEV},
 )

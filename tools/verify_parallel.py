@@ -11,6 +11,7 @@ if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.cli import at_least_one, below_one, run_tool
+from megalite.config.entry import refuse_few_flags
 from megalite.config.fields import section_names
 from megalite.config.flags import (
     FlagParser,
@@ -19,7 +20,6 @@ from megalite.config.flags import (
     parse_namespace,
     read_run,
 )
-from megalite.config.smallest import refuse_few_flags
 
 DESCRIPTION = "Run a layout and one process from the same weights and compare losses and all gradients. Takes the flags of a run of pretrain_gpt.py or finetune.py. Exit status: 0 equal, 1 not equal, 2 bad flags."  # noqa: E501
 

@@ -6,6 +6,7 @@ again, relative to the file that says so. Variables and wildcards are not expand
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,29 +47,13 @@ def _words_of(path: Path, word: str) -> list[str]:
         raise FlagError(f"{word}: {path}: {str(error).lower()}") from error
 
 
+_QUOTED = r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\""""
+
+
 def _without_comments(text: str) -> str:
     """Drop `#` to the end of the line where a word could begin, and join lines that end in a backslash.
 
     `shlex` would take `c#` for a comment too, and the apostrophe of a comment for a quote.
     """
-    kept: list[str] = []
-    quote, i = "", 0
-    while i < len(text):
-        char = text[i]
-        if char == "\\" and quote != "'" and i + 1 < len(text):
-            if text[i + 1] != "\n":
-                kept.append(text[i : i + 2])
-            i += 2
-            continue
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char == "#" and (not kept or kept[-1].isspace()):
-            i = text.find("\n", i)
-            if i < 0:
-                break
-            continue
-        kept.append(char)
-        i += 1
-    return "".join(kept)
+    text = re.sub(rf"({_QUOTED})|(?<!\S)#[^\n]*", r"\1", text, flags=re.DOTALL)
+    return re.sub(rf"\\\n|({_QUOTED})", r"\1", text, flags=re.DOTALL)

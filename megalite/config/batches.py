@@ -6,8 +6,8 @@ takes `batch size` sequences. Nothing here knows iterations, so a resumed run fi
 
 from __future__ import annotations
 
-from megalite.config.numbers import whole_number
 from megalite.config.schema import TrainingConfig
+from megalite.config.values import whole_number
 
 
 def batch_size_stages(training: TrainingConfig, seq_length: int | None) -> list[tuple[int, int]]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.check_finetune import finetune_problems, idle_beside_sft_data
-from megalite.config.check_network import layout_problems, model_problems, precision_problems
+from megalite.config.check_network import idle_scaling, layout_problems, model_problems, precision_problems
 from megalite.config.check_peft import idle_beside_adapters, peft_problems
-from megalite.config.check_positions import idle_scaling
 from megalite.config.check_run import (
     batch_problems,
     checkpoint_problems,
@@ -21,10 +20,8 @@ from megalite.config.check_run import (
     tokenizer_problems,
     training_problems,
 )
-from megalite.config.fields import all_fields, get, settings_not_built, take_out
-from megalite.config.limits import problems_of_values
+from megalite.config.fields import Field, all_fields, get, given, settings_not_built, take_out, value_problems
 from megalite.config.schema import RunConfig
-from megalite.config.smallest import missing_fields
 
 
 def check(config: RunConfig, world_size: int) -> list[str]:
@@ -32,7 +29,7 @@ def check(config: RunConfig, world_size: int) -> list[str]:
 
     Each line names the flag, its value and what would be valid.
     """
-    values = list(problems_of_values(config))
+    values = list(value_problems(config))
     if values:
         return values  # what follows divides by these numbers
     return [
@@ -61,13 +58,7 @@ def not_built(config: RunConfig) -> list[str]:
 
 def without_effect(config: RunConfig) -> list[str]:
     """One line for each setting that was made but can't matter beside the others."""
-    lines, fields = [], all_fields()
-    for why, paths in _idle_settings(config):
-        for path in paths:
-            value = get(config, path)
-            if value != fields[path].default:
-                lines.append(f"{fields[path].show(value)} has no effect {why}")
-    return lines
+    return [f"{shown} has no effect {why}" for why, paths in _idle_settings(config) for shown in given(config, *paths)]
 
 
 def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
@@ -119,8 +110,14 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         yield "without --lr-decay-style WSD", ["learning_rate.lr_wsd_decay_style"]
 
 
+def missing_fields(config: RunConfig) -> list[Field]:
+    """The needed fields that nothing gave; the learning rate where something is trained."""
+    without = "learning_rate.lr" if config.validation.skip_train else None
+    needed = (each for each in all_fields().values() if each.needed and each.path != without)
+    return [each for each in needed if get(config, each.path) is None]
+
+
 def _missing(config: RunConfig) -> Iterator[str]:
-    fields = all_fields()
-    for path in missing_fields(config):
-        preset = " (or --preset, which gives the network)" if path.startswith("model.") else ""
-        yield f"{fields[path].option} is missing{preset}"
+    for field in missing_fields(config):
+        preset = " (or --preset, which gives the network)" if field.section == "model" else ""
+        yield f"{field.option} is missing{preset}"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from megalite.config.check_run import needs
-from megalite.config.fields import all_fields, get
-from megalite.config.outputs import adapter_folders
+from megalite.config.fields import adapter_folders, all_fields, get, needs
 from megalite.config.schema import RunConfig
 
 _OTHER_SOURCES = ("mock_data", "data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
@@ -51,18 +49,14 @@ def _validation_problems(config: RunConfig) -> Iterator[str]:
             yield f"{flag} needs a validation set: give --sft-valid-data or --sft-valid-share"
         if config.validation.eval_iters == 0:
             yield f"{flag} needs evaluations, and --eval-iters is 0"
-    folders = adapter_folders(peft).values()
+    folders = adapter_folders(config).values()
     if len({os.path.realpath(folder) for folder in folders}) < len(folders):
         yield f"--save-best-adapter {peft.save_best_adapter} is also the folder of --save-adapter: give another"
 
 
 def _base_problems(config: RunConfig) -> Iterator[str]:
     if config.finetune.load_hf is None:
-        fields = all_fields()
-        for name in ("hub", "ignore_config_field"):
-            field = fields[f"finetune.{name}"]
-            if get(config, field.path) != field.default:
-                yield f"{field.show(get(config, field.path))} needs --load-hf"
+        yield from needs(config, False, "--load-hf", "finetune.hub", "finetune.ignore_config_field")
         return
     if config.model.preset is not None:
         yield f"--preset {config.model.preset} and --load-hf exclude each other: both define the network"

@@ -1,13 +1,32 @@
-"""Combinations of flags that can't work: the network, how it is cut over processes, and its number formats."""
+"""Combinations of flags that can't work: the network, how it is cut over processes, and its number formats.
+
+Rotary positions are scaled for longer sequences in one way or in none; one table says which settings each way reads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.check_positions import position_problems
-from megalite.config.fields import all_fields, get
-from megalite.config.resolve import data_parallel_size, ffn_width, parse_window, pipeline_units, virtual_stages
-from megalite.config.schema import RunConfig
+from megalite.config.fields import all_fields, needs
+from megalite.config.resolve import data_parallel_size, ffn_width, parse_window, pipeline_units, shards, virtual_stages
+from megalite.config.schema import ROTARY, ModelConfig, RunConfig
+
+_SCALED = ("rope_scaling_factor", "rope_original_max_position_embeddings")
+_YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int", "yarn_mscale", "yarn_mscale_all_dim")
+_LISTS = ("longrope_short_factor", "longrope_long_factor")
+_READS = {
+    "--use-rope-scaling": (*_SCALED, "rope_low_freq_factor", "rope_high_freq_factor"),
+    "--position-embedding-type yarn": (*_SCALED, "rope_attention_factor", *_YARN),
+    "--position-embedding-type dynamic": _SCALED,
+    "--position-embedding-type longrope": (*_SCALED, "rope_attention_factor", *_LISTS),
+}
+_ROTARY_ALONE = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "use_rope_scaling",
+    "rotary_seq_len_interpolation_factor",
+)
 
 
 def model_problems(config: RunConfig) -> Iterator[str]:
@@ -61,11 +80,8 @@ def _window_problems(text: str) -> Iterator[str]:
 def layout_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Problems of cutting this network over this many processes."""
     layout = config.layout
-    tp, pp, cp = (
-        layout.tensor_model_parallel_size,
-        layout.pipeline_model_parallel_size,
-        layout.context_parallel_size,
-    )
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    cp = layout.context_parallel_size
     if data_parallel_size(layout, world_size) == 0:
         yield (
             f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x --context-parallel-size {cp} "
@@ -176,7 +192,7 @@ def _sharding_problems(config: RunConfig) -> Iterator[str]:
     layout = config.layout
     if layout.use_distributed_optimizer and layout.data_parallel_sharding_strategy == "no_shard":
         yield "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard contradict each other"
-    if layout.overlap_param_gather and not _shards(config):
+    if layout.overlap_param_gather and not shards(config):
         yield "--overlap-param-gather needs --use-distributed-optimizer or a --data-parallel-sharding-strategy"
     if layout.ddp_bucket_size is not None and layout.data_parallel_sharding_strategy == "optim_grads_params":
         yield (
@@ -187,14 +203,9 @@ def _sharding_problems(config: RunConfig) -> Iterator[str]:
         yield "--overlap-param-gather needs --overlap-grad-reduce"
 
 
-def _shards(config: RunConfig) -> bool:
-    layout = config.layout
-    return layout.use_distributed_optimizer or layout.data_parallel_sharding_strategy not in (None, "no_shard")
-
-
 def precision_problems(config: RunConfig) -> Iterator[str]:
     """Problems of the number formats."""
-    precision, fields = config.precision, all_fields()
+    precision = config.precision
     chosen = [name for name in ("bf16", "fp16", "fp64") if getattr(precision, name)]
     if len(chosen) > 1:
         yield f"{' and '.join('--' + name for name in chosen)} exclude each other: choose one"
@@ -203,10 +214,97 @@ def precision_problems(config: RunConfig) -> Iterator[str]:
         yield f"--initial-loss-scale {start} is below --min-loss-scale {least}"
     if precision.grad_reduce_in_bf16 and not precision.bf16:
         yield "--grad-reduce-in-bf16 needs --bf16"
-    if precision.fp8_format is None:
-        fp8 = [path for path in fields if path.startswith("precision.fp8_")]
-        for path in [*fp8, "precision.first_last_layers_bf16"]:
-            if get(config, path) != fields[path].default:
-                yield f"{fields[path].show(get(config, path))} needs --fp8-format"
-    if precision.fp8_param_gather and not _shards(config):
+    fp8 = [path for path in all_fields() if path.startswith("precision.fp8_")]
+    yield from needs(config, precision.fp8_format is not None, "--fp8-format", *fp8, "precision.first_last_layers_bf16")
+    if precision.fp8_param_gather and not shards(config):
         yield "--fp8-param-gather needs --use-distributed-optimizer"
+
+
+def idle_scaling(model: ModelConfig) -> dict[str, list[str]]:
+    """The settings of scaling that this network doesn't read, each with the flags of which one would make it matter."""
+    kind = model.position_embedding_type
+    flag = "--use-rope-scaling" if kind == "rope" and model.use_rope_scaling else f"--position-embedding-type {kind}"
+    users = {name: [each for each in _READS if name in _READS[each]] for names in _READS.values() for name in names}
+    return {name: flags for name, flags in users.items() if flag not in flags}
+
+
+def position_problems(config: RunConfig) -> Iterator[str]:
+    """Problems of the network's positions."""
+    model, length = config.model, config.data.seq_length
+    kind, rows = model.position_embedding_type, model.max_position_embeddings
+    if rows is None and kind == "learned_absolute":
+        yield "--max-position-embeddings is missing: learned positions need the longest sequence"
+    if rows is not None and length is not None and length > rows:
+        yield f"--seq-length {length} is longer than --max-position-embeddings {rows}"
+    if kind not in ROTARY:
+        reason = f"--position-embedding-type rope, not {kind}"
+        yield from needs(config, False, reason, *(f"model.{name}" for name in _ROTARY_ALONE))
+        return
+    if model.rope_high_freq_factor <= model.rope_low_freq_factor:
+        yield (
+            f"--rope-high-freq-factor {model.rope_high_freq_factor} must be above --rope-low-freq-factor "
+            f"{model.rope_low_freq_factor}"
+        )
+    rotated = None if (width := _head_width(model)) is None else int(width * model.rotary_percent)
+    if rotated is not None and (rotated < 2 or rotated % 2):
+        yield (
+            f"--rotary-percent {model.rotary_percent} of a head's {width} channels (--kv-channels) is {rotated}: "
+            "rotary positions rotate pairs of channels, so it must be even and at least 2"
+        )
+    elif kind != "rope":
+        yield from _scaling_problems(model, rotated)
+
+
+def _head_width(model: ModelConfig) -> int | None:
+    if model.kv_channels is None and model.hidden_size is not None and model.num_attention_heads:
+        return model.hidden_size // model.num_attention_heads
+    return model.kv_channels
+
+
+def _scaling_problems(model: ModelConfig, rotated: int | None) -> Iterator[str]:
+    """Problems of yarn, dynamic and longrope. `rotated`: channels of a head."""
+    kind = model.position_embedding_type
+    chosen = f"--position-embedding-type {kind}"
+    for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
+        if getattr(model, name):
+            yield f"{all_fields()[f'model.{name}'].option} and {chosen} exclude each other: choose one scaling"
+    if model.rope_scaling_factor < 1:
+        yield f"--rope-scaling-factor {model.rope_scaling_factor}: {chosen} takes a number of at least 1"
+    if kind == "yarn":
+        yield from _yarn_problems(model)
+    elif kind == "dynamic" and rotated == 2:
+        yield f"{chosen} needs at least 4 rotated channels of a head (--kv-channels, --rotary-percent), not 2"
+    elif kind == "longrope":
+        yield from _longrope_problems(model, rotated)
+
+
+def _yarn_problems(model: ModelConfig) -> Iterator[str]:
+    if model.rotary_base <= 1:
+        yield f"--rotary-base {model.rotary_base}: --position-embedding-type yarn takes a number above 1"
+    fast, slow = yarn_turns(model)
+    if fast < slow:
+        yield f"--yarn-beta-fast {fast} is below --yarn-beta-slow {slow}"
+    if (model.yarn_mscale is None) != (model.yarn_mscale_all_dim is None):
+        yield "--yarn-mscale and --yarn-mscale-all-dim need each other: give both or neither"
+    if model.yarn_mscale is not None and model.rope_attention_factor is not None:
+        yield "--rope-attention-factor and --yarn-mscale exclude each other: both decide the attention factor"
+
+
+def yarn_turns(model: ModelConfig) -> tuple[float, float]:
+    """Rotations in the original length above which a pair isn't scaled, and below which it is scaled by the whole
+    factor (Peng et al. 2023)."""
+    return (
+        32.0 if model.yarn_beta_fast is None else model.yarn_beta_fast,
+        1.0 if model.yarn_beta_slow is None else model.yarn_beta_slow,
+    )
+
+
+def _longrope_problems(model: ModelConfig, rotated: int | None) -> Iterator[str]:
+    if model.rope_original_max_position_embeddings < 2:
+        yield "--rope-original-max-position-embeddings 1: --position-embedding-type longrope takes at least 2"
+    for name in _LISTS:
+        option, values = all_fields()[f"model.{name}"].option, getattr(model, name)
+        if values is None:
+            yield f"{option} is missing: --position-embedding-type longrope has one number for each rotated pair"
+        elif rotated is not None and len(values) != rotated // 2:
+            yield f"{option} has {len(values)} numbers, but {rotated // 2} pairs of a head's channels are rotated"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megalite.config.fields import all_fields, get
 from megalite.config.schema import ModelConfig, RunConfig
-from megalite.config.schema_peft import PeftConfig
+from megalite.config.schema_finetune import PeftConfig
 
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = "all-linear"

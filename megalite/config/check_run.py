@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from megalite.config.batches import batch_size_stages
-from megalite.config.fields import all_fields, get
+from megalite.config.fields import needs
 from megalite.config.resolve import DEFAULT_TOKENIZER, data_parallel_size, parse_split
 from megalite.config.schema import RunConfig
 
@@ -19,16 +18,6 @@ TOKENIZER_NEEDS = {
     "TikTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
 }
-
-
-def needs(config: RunConfig, needed: bool, reason: str, *paths: str) -> Iterator[str]:
-    """One line for each of `paths` that was set although what it needs is absent."""
-    if needed:
-        return
-    fields = all_fields()
-    for path in paths:
-        if get(config, path) != fields[path].default:
-            yield f"{fields[path].show(get(config, path))} needs {reason}"
 
 
 def batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -257,9 +246,6 @@ def reporting_problems(config: RunConfig) -> Iterator[str]:
     start, end = logging.profile_step_start, logging.profile_step_end
     if logging.profile and end <= start:
         yield f"--profile-step-end {end} must be above --profile-step-start {start}"
-    if logging.wandb_project is not None:
-        if logging.wandb_exp_name is None:
-            yield f"--wandb-project {logging.wandb_project} needs --wandb-exp-name"
-        if importlib.util.find_spec("wandb") is None:
-            yield f"--wandb-project {logging.wandb_project} needs the package wandb: pip install wandb"
+    if logging.wandb_project is not None and logging.wandb_exp_name is None:
+        yield f"--wandb-project {logging.wandb_project} needs --wandb-exp-name"
     yield from needs(config, logging.wandb_project is not None, "--wandb-project", "logging.wandb_exp_name")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from typing import Any
 
-from megalite.config.check import check, not_built, without_effect
+from megalite.config.check import check, missing_fields, not_built, without_effect
 from megalite.config.check_peft import contradiction
 from megalite.config.errors import FlagError
 from megalite.config.fields import all_fields, get, put
@@ -20,7 +20,6 @@ from megalite.config.presets import preset_fields
 from megalite.config.resolve import drop_idle, resolve
 from megalite.config.schema import ROTARY, CheckpointConfig, ModelConfig, RunConfig, TokenizerConfig
 from megalite.config.schema_finetune import FinetuneConfig, unnamed_classes
-from megalite.config.smallest import refuse_few_flags
 
 # What `RunConfig.to_dict` wrote into the checkpoint that these flags choose; None where there is no checkpoint.
 CheckpointConfigLoader = Callable[[CheckpointConfig], Mapping[str, Mapping[str, Any]] | None]
@@ -49,6 +48,32 @@ NOT_FROM_CHECKPOINT = {"preset", "attention_backend", "attention_softmax_in_fp32
 FREE = {"init_method_std", "hidden_dropout", "attention_dropout"}
 # What it doesn't say.
 UNSAID = {"preset", "attention_backend", "attention_softmax_in_fp32", "label_smoothing", "make_vocab_size_divisible_by"}
+
+FEW = 2  # up to so many missing flags, each is a line of its own
+
+_MOCK = (
+    "--preset llama-tiny --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 130"
+)
+SMALLEST = {
+    "pretrain_gpt.py": f"python pretrain_gpt.py {_MOCK}",
+    "finetune.py": (
+        "python finetune.py --load-hf DIR --sft-data FILE.jsonl --peft lora --save-adapter DIR "
+        "--seq-length 512 --micro-batch-size 4 --train-iters 100 --lr 1e-4"
+    ),
+    "verify_parallel.py": f"python tools/verify_parallel.py --tensor-model-parallel-size 2 {_MOCK}",
+}
+"""A command that works as it stands, by program; DIR and FILE are the user's."""
+
+
+def refuse_few_flags(config: RunConfig, program: str) -> None:
+    """A FlagError with the smallest command of `program`, where more than a few of the needed flags are missing."""
+    missing = [field.option for field in missing_fields(config)]
+    if len(missing) > FEW:
+        raise FlagError(
+            f"too few flags for a run: {', '.join(missing)} are missing. A small command that works:\n"
+            f"  {SMALLEST.get(program, SMALLEST['pretrain_gpt.py'])}\n--help lists all flags"
+        )
 
 
 def read_config(

@@ -6,10 +6,13 @@ Flags, checks, messages and the documentation all read this list, so that none o
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megalite.config.schema import RunConfig
+from megalite.config.schema_field import AT_LEAST_ONE, NOT_NEGATIVE, Bound
 
 FINETUNING = ("finetune", "peft")
 """Sections that only finetune.py has flags for."""
@@ -19,19 +22,24 @@ KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
 
 @dataclass(frozen=True)
 class Field:
-    """One field. `option`: its flag. `kind`: type of a value, of an item where `is_list`."""
+    """One field. `option`: its flag. `kind`: type of a value, of an item where `is_list`. `optional`: may have no value
+    in a resolved configuration. The others as in `schema_field.flag`."""
 
     section: str
     name: str
     kind: type
     is_list: bool
+    optional: bool
     default: Any
     option: str
+    bound: Bound | None
     aliases: tuple[str, ...]
     help: str
     choices: tuple[Any, ...] | None
     planned: str | None
     repeatable: bool
+    needed: bool
+    writes: str | None
 
     @property
     def path(self) -> str:
@@ -80,20 +88,18 @@ def all_fields() -> dict[str, Field]:
 
 def _field(section: str, raw: dataclasses.Field[Any]) -> Field:
     annotation = str(raw.type).removesuffix(" | None")
-    is_list = annotation.startswith("list[")
-    default = raw.default if raw.default_factory is dataclasses.MISSING else raw.default_factory()
+    kind = KINDS[annotation.removeprefix("list[").removesuffix("]")]
+    said = dict(raw.metadata)
     return Field(
         section=section,
+        kind=kind,
+        is_list=annotation.startswith("list["),
+        optional=annotation != raw.type,
+        default=raw.default if raw.default_factory is dataclasses.MISSING else raw.default_factory(),
+        option=said.pop("name") or "--" + raw.name.replace("_", "-"),
+        bound=said.pop("bound") or {int: AT_LEAST_ONE, float: NOT_NEGATIVE}.get(kind),
         name=raw.name,
-        kind=KINDS[annotation.removeprefix("list[").removesuffix("]")],
-        is_list=is_list,
-        default=default,
-        option=raw.metadata["name"] or "--" + raw.name.replace("_", "-"),
-        aliases=tuple(raw.metadata["aliases"]),
-        help=raw.metadata["help"],
-        choices=raw.metadata["choices"],
-        planned=raw.metadata["planned"],
-        repeatable=raw.metadata["repeatable"],
+        **said,
     )
 
 
@@ -109,6 +115,17 @@ def put(config: RunConfig, path: str, value: Any) -> None:
     setattr(getattr(config, section), name, value)
 
 
+def given(config: RunConfig, *paths: str) -> list[str]:
+    """Those of the fields that don't have their default, each as a user would type it."""
+    fields = all_fields()
+    return [fields[path].show(get(config, path)) for path in paths if get(config, path) != fields[path].default]
+
+
+def needs(config: RunConfig, met: bool, reason: str, *paths: str) -> list[str]:
+    """One line for each of the fields that was set although what it needs, `reason`, isn't `met`."""
+    return [] if met else [f"{shown} needs {reason}" for shown in given(config, *paths)]
+
+
 def settings_not_built(config: RunConfig) -> list[tuple[str, str]]:
     """Settings whose feature isn't built yet: the flag with its value, and the feature's name."""
     pairs = ((field, get(config, field.path)) for field in all_fields().values())
@@ -118,3 +135,37 @@ def settings_not_built(config: RunConfig) -> list[tuple[str, str]]:
 def take_out(shown: list[str]) -> list[str]:
     """One line that lists flags with their values, to be taken out of a command; empty for fewer than two."""
     return [f"to run, remove these flags: {' '.join(shown)}"] if len(shown) > 1 else []
+
+
+def output_folders(config: RunConfig) -> dict[str, str]:
+    """The folders of checkpoints and adapters that this run writes, by flag. Checkpoints come of training alone."""
+    writers = [each for each in all_fields().values() if each.writes == "model" and get(config, each.path) is not None]
+    trains = not config.validation.skip_train
+    return {each.option: get(config, each.path) for each in writers if trains or each.section != "checkpoint"}
+
+
+def adapter_folders(config: RunConfig) -> dict[str, str]:
+    """The folders of adapters among them."""
+    return {flag: folder for flag, folder in output_folders(config).items() if flag != "--save"}
+
+
+def value_problems(config: RunConfig) -> Iterator[str]:
+    """Every field whose value is out of its own bounds. Combinations of fields are `check.py`'s."""
+    for field in all_fields().values():
+        value = get(config, field.path)
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None and (problem := _value_problem(field, item)):
+                yield problem
+
+
+def _value_problem(field: Field, value: Any) -> str | None:
+    if field.choices:
+        listed = ", ".join(str(choice) for choice in field.choices)
+        return None if value in field.choices else f"{field.show(value)}: not one of {listed}"
+    if field.kind is str and not str(value).strip():
+        return f"{field.option} is empty: leave it out or give it a value"
+    if field.bound is None:
+        return None
+    if not math.isfinite(value):
+        return f"{field.show(value)}: not a finite number"
+    return None if field.bound.holds(value) else f"{field.show(value)}: {field.bound.rule}"

@@ -37,9 +37,8 @@ from megalite.config.megatron_flags import (
     foreign_values,
     shorthands,
 )
-from megalite.config.numbers import whole_number
 from megalite.config.schema import RunConfig
-from megalite.config.smallest import NEEDED
+from megalite.config.values import whole_number
 
 GIVEN_MEGATRON_FLAGS = "flags of Megatron-LM"  # in a namespace; no flag can collide with a name with blanks
 EPILOG = (
@@ -194,7 +193,7 @@ def _help(field: Field) -> str:
         parts.append(" (default: off)")
     elif field.default is not None:
         parts.append(f" (default: {field.default})")
-    elif field.path in (*NEEDED, "learning_rate.lr"):
+    elif field.needed:
         parts.append(" (needed; no default)")
     elif "default" not in field.help:
         parts.append(" (default: none)")

@@ -10,7 +10,7 @@ import copy
 import re
 
 from megalite.config.batches import batch_size_stages
-from megalite.config.fields import all_fields, get, put
+from megalite.config.fields import all_fields, get, given, put
 from megalite.config.schema import LayoutConfig, ModelConfig, RunConfig
 
 DEFAULT_SPLIT = "969,30,1"
@@ -38,6 +38,12 @@ def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
     return world_size // model_parallel if model_parallel > 0 and world_size % model_parallel == 0 else 0
 
 
+def shards(config: RunConfig) -> bool:
+    """Whether data-parallel ranks share out state."""
+    layout = config.layout
+    return layout.use_distributed_optimizer or layout.data_parallel_sharding_strategy not in (None, "no_shard")
+
+
 def drop_idle(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
     """A copy with settings that can't matter in this layout put back to their defaults, and a line for each.
 
@@ -58,8 +64,8 @@ def drop_idle(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]
     fields, copied, lines = all_fields(), copy.deepcopy(config), []
     for why, paths in idle.items():
         for path in paths:
-            if get(copied, path) not in (fields[path].default, "no_shard"):
-                lines.append(f"{fields[path].show(get(copied, path))} has no effect {why}")
+            if get(copied, path) != "no_shard":
+                lines += [f"{shown} has no effect {why}" for shown in given(copied, path)]
                 put(copied, path, fields[path].default)
     return copied, lines
 
@@ -99,7 +105,8 @@ def ffn_width(model: ModelConfig) -> int | None:
 
 def _resolve_model(config: RunConfig) -> None:
     model = config.model
-    model.ffn_hidden_size = ffn_width(model)
+    if (width := ffn_width(model)) is not None:
+        model.ffn_hidden_size = width
     if model.num_attention_heads:
         if model.kv_channels is None and model.hidden_size is not None:
             model.kv_channels = model.hidden_size // model.num_attention_heads

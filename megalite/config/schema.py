@@ -3,6 +3,9 @@
 The command-line flags are generated from these fields (`flags.py`), a checkpoint stores them as JSON, and every
 component is built from them. A field `hidden_size` is the flag `--hidden-size`, as in Megatron-LM; where the flag's
 spelling differs the field says so in its metadata. Imports neither torch nor numpy, so that `--help` is instant.
+
+A field whose default is None and whose type isn't optional is one that every run has: it is given or derived by
+`resolve`, and a resolved configuration has a value there.
 """
 
 # ruff: noqa: RUF009 (flag() makes a dataclass field, so a list in it is not shared)
@@ -13,12 +16,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalite.config.schema_field import flag
-from megalite.config.schema_finetune import FinetuneConfig
+from megalite.config.schema_field import ABOVE_ZERO, BELOW_ONE, NOT_NEGATIVE, Bound, flag
+from megalite.config.schema_finetune import FinetuneConfig, PeftConfig
 from megalite.config.schema_model import ROTARY as ROTARY
 from megalite.config.schema_model import ModelConfig as ModelConfig
-from megalite.config.schema_peft import PeftConfig
-from megalite.config.values import misfit
+from megalite.config.values import type_problem
 
 
 @dataclass
@@ -38,10 +40,10 @@ class LayoutConfig:
         None, "microbatches that one chunk runs before the next chunk starts; default: the pipeline size"
     )
     decoder_first_pipeline_num_layers: int | None = flag(
-        None, "layers on the first stage; default: as many as on the others"
+        None, "layers on the first stage; default: as many as on the others", bound=NOT_NEGATIVE
     )
     decoder_last_pipeline_num_layers: int | None = flag(
-        None, "layers on the last stage; default: as many as on the others"
+        None, "layers on the last stage; default: as many as on the others", bound=NOT_NEGATIVE
     )
     account_for_embedding_in_pipeline_split: bool = flag(False, "count the embedding as a layer when splitting stages")
     account_for_loss_in_pipeline_split: bool = flag(False, "count the output layer as a layer when splitting stages")
@@ -53,9 +55,11 @@ class LayoutConfig:
     distributed_backend: str | None = flag(
         None, "communication library; default nccl on CUDA, gloo on CPU", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: float = flag(10, "timeout of one collective operation; then the run fails")
+    distributed_timeout_minutes: float = flag(
+        10, "timeout of one collective operation; then the run fails", bound=ABOVE_ZERO
+    )
     use_distributed_optimizer: bool = flag(False, "shard the optimizer's state over data-parallel ranks (ZeRO-1)")
-    data_parallel_sharding_strategy: str | None = flag(
+    data_parallel_sharding_strategy: str = flag(
         None,
         "what data-parallel ranks shard; default no_shard, or optim with --use-distributed-optimizer",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
@@ -83,24 +87,28 @@ class OptimizerConfig:
         "constant", "how weight decay goes from start to end", choices=("constant", "linear", "cosine")
     )
     clip_grad: float = flag(1.0, "largest global gradient norm; 0: no clipping")
-    adam_beta1: float = flag(0.9, "decay of Adam's first moment")
-    adam_beta2: float = flag(0.999, "decay of Adam's second moment")
-    adam_eps: float = flag(1e-8, "added to the denominator of Adam")
-    sgd_momentum: float = flag(0.9, "momentum of SGD")
+    adam_beta1: float = flag(0.9, "decay of Adam's first moment", bound=BELOW_ONE)
+    adam_beta2: float = flag(0.999, "decay of Adam's second moment", bound=BELOW_ONE)
+    adam_eps: float = flag(1e-8, "added to the denominator of Adam", bound=ABOVE_ZERO)
+    sgd_momentum: float = flag(0.9, "momentum of SGD", bound=BELOW_ONE)
     adam_backend: str = flag(
         "torch",
         "library of the fused Adam: PyTorch, or on CUDA NVIDIA Apex or Transformer Engine",
         choices=("torch", "apex", "te"),
     )
     optimizer_cpu_offload: bool = flag(False, "keep main parameters and moments in host memory and update them there")
-    optimizer_offload_fraction: float = flag(1.0, "share of this state kept in host memory")
+    optimizer_offload_fraction: float = flag(
+        1.0,
+        "share of this state kept in host memory",
+        bound=Bound("must be from 0 to 1", lambda value: 0 <= value <= 1),
+    )
 
 
 @dataclass
 class LearningRateConfig:
     """The learning rate as a function of consumed samples."""
 
-    lr: float | None = flag(None, "largest learning rate")
+    lr: float = flag(None, "largest learning rate", needed=True)
     min_lr: float = flag(0.0, "smallest learning rate after warm-up")
     lr_decay_style: str = flag(
         "linear",
@@ -114,9 +122,9 @@ class LearningRateConfig:
     )
     lr_wsd_decay_iters: int | None = flag(None, "iterations of WSD's last phase")
     lr_wsd_decay_samples: int | None = flag(None, "samples of WSD's last phase")
-    lr_warmup_iters: int = flag(0, "iterations of linear warm-up")
-    lr_warmup_samples: int = flag(0, "samples of linear warm-up")
-    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay's length")
+    lr_warmup_iters: int = flag(0, "iterations of linear warm-up", bound=NOT_NEGATIVE)
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up", bound=NOT_NEGATIVE)
+    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay's length", bound=BELOW_ONE)
     lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up")
     decoupled_lr: float | None = flag(None, "largest learning rate of the embedding and the output layer; default --lr")
     decoupled_min_lr: float | None = flag(
@@ -140,11 +148,12 @@ class LearningRateConfig:
 class TrainingConfig:
     """Batches, length and control of the loop."""
 
-    micro_batch_size: int | None = flag(None, "sequences in one forward of one data-parallel rank")
-    global_batch_size: int | None = flag(None, "sequences per step; default micro batch x data-parallel size")
+    micro_batch_size: int = flag(None, "sequences in one forward of one data-parallel rank", needed=True)
+    global_batch_size: int = flag(None, "sequences per step; default micro batch x data-parallel size")
     rampup_batch_size: list[int] | None = flag(
         None,
         "START INCREMENT SAMPLES: the global batch starts at START and grows by INCREMENT, in equal parts of SAMPLES",
+        bound=NOT_NEGATIVE,
     )
     step_batch_size_schedule: list[str] | None = flag(
         None, "TOKENS:SIZE ...: after TOKENS tokens the global batch has SIZE sequences; K, M, B, T are powers of 1000"
@@ -152,9 +161,13 @@ class TrainingConfig:
     train_iters: int | None = flag(None, "steps to train")
     train_samples: int | None = flag(None, "sequences to train on, instead of --train-iters")
     exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of this")
-    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes")
+    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", bound=ABOVE_ZERO)
     exit_signal_handler: bool = flag(False, "on SIGTERM or SIGINT finish the step, save and exit with status 0")
-    seed: int = flag(1234, "seed of initialisation, data order and dropout")
+    seed: int = flag(
+        1234,
+        "seed of initialisation, data order and dropout",
+        bound=Bound("must be from 0 to 4294967295", lambda value: 0 <= value < 2**32),
+    )
     recompute_activations: bool = flag(False, "the same as --recompute-granularity selective")
     recompute_granularity: str | None = flag(None, "what to recompute in the backward", choices=("full", "selective"))
     recompute_method: str | None = flag(
@@ -168,7 +181,7 @@ class TrainingConfig:
     calculate_per_token_loss: bool = flag(
         False, "changes nothing: the loss is always the mean over all tokens of the batch"
     )
-    nan_action: str | None = flag(
+    nan_action: str = flag(
         None,
         "what to do if loss or gradient norm isn't finite: stop, or skip the step; default stop, with --fp16 skip",
         choices=("stop", "skip"),
@@ -177,7 +190,9 @@ class TrainingConfig:
     compile: bool = flag(
         False, "torch.compile each transformer layer; needs a C++ compiler", planned="torch.compile of the layers"
     )
-    dump_grads: str | None = flag(None, "folder for every parameter's full gradient at the first step of this run")
+    dump_grads: str | None = flag(
+        None, "folder for every parameter's full gradient at the first step of this run", writes="folder"
+    )
 
 
 @dataclass
@@ -187,9 +202,9 @@ class PrecisionConfig:
     bf16: bool = flag(False, "bfloat16 parameters and activations, fp32 main parameters")
     fp16: bool = flag(False, "float16 parameters and activations, fp32 main parameters, loss scaling")
     fp64: bool = flag(False, "everything in float64, for proofs and tests")
-    loss_scale: float | None = flag(None, "a fixed loss scale for --fp16; default: a dynamic one")
-    initial_loss_scale: float = flag(4294967296, "first value of the dynamic loss scale")
-    min_loss_scale: float = flag(1.0, "smallest value of the dynamic loss scale")
+    loss_scale: float | None = flag(None, "a fixed loss scale for --fp16; default: a dynamic one", bound=ABOVE_ZERO)
+    initial_loss_scale: float = flag(4294967296, "first value of the dynamic loss scale", bound=ABOVE_ZERO)
+    min_loss_scale: float = flag(1.0, "smallest value of the dynamic loss scale", bound=ABOVE_ZERO)
     loss_scale_window: int = flag(1000, "finite steps in a row before the dynamic loss scale doubles")
     hysteresis: int = flag(2, "overflowing steps before the dynamic loss scale halves")
     grad_reduce_in_bf16: bool = flag(False, "sum gradients over data-parallel ranks in bf16 instead of fp32")
@@ -197,7 +212,7 @@ class PrecisionConfig:
     fp8_recipe: str = flag(
         "delayed", "FP8 scaling", choices=("delayed", "tensorwise", "blockwise", "mxfp8"), planned="FP8"
     )
-    fp8_margin: int = flag(0, "powers of two of headroom in FP8 scales", planned="FP8")
+    fp8_margin: int = flag(0, "powers of two of headroom in FP8 scales", planned="FP8", bound=NOT_NEGATIVE)
     fp8_amax_history_len: int = flag(1, "steps whose maxima delayed scaling looks at", planned="FP8")
     fp8_amax_compute_algo: str = flag(
         "most_recent", "which of these maxima delayed scaling takes", choices=("most_recent", "max"), planned="FP8"
@@ -222,9 +237,9 @@ class DataConfig:
     data_cache_path: str | None = flag(None, "folder for the sample indices; default: cache/ beside each dataset")
     mmap_bin_files: bool = flag(True, "read .bin files instead of memory-mapping them", name="--no-mmap-bin-files")
     mock_data: bool = flag(False, "generated documents with a pattern that a model can learn, instead of files")
-    seq_length: int | None = flag(None, "tokens in a sequence")
-    num_workers: int = flag(2, "data-loader processes per rank")
-    dataloader_type: str | None = flag(
+    seq_length: int = flag(None, "tokens in a sequence", needed=True)
+    num_workers: int = flag(2, "data-loader processes per rank", bound=NOT_NEGATIVE)
+    dataloader_type: str = flag(
         None,
         "single: read samples in order (default); cyclic: shuffle each pass (default with --sft-data)",
         choices=("single", "cyclic"),
@@ -238,7 +253,7 @@ class DataConfig:
 class TokenizerConfig:
     """How text becomes token ids."""
 
-    tokenizer_type: str | None = flag(
+    tokenizer_type: str = flag(
         None,
         "kind of tokenizer; default GPT2BPETokenizer",
         choices=(
@@ -267,7 +282,7 @@ class TokenizerConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    save: str | None = flag(None, "folder to save checkpoints in")
+    save: str | None = flag(None, "folder to save checkpoints in", writes="model")
     save_interval: int | None = flag(
         None, "steps between saves; default: only at the end", aliases=("--persistent-save-interval",)
     )
@@ -290,7 +305,7 @@ class CheckpointConfig:
 class ValidationConfig:
     """Evaluation during and after training."""
 
-    eval_iters: int = flag(100, "global batches per evaluation; 0: no evaluation")
+    eval_iters: int = flag(100, "global batches per evaluation; 0: no evaluation", bound=NOT_NEGATIVE)
     eval_interval: int | None = flag(None, "steps between evaluations; default: only at the end")
     skip_train: bool = flag(False, "evaluate only")
     full_validation: bool = flag(False, "evaluate on the whole validation and test set each time")
@@ -303,20 +318,24 @@ class LoggingConfig:
     log_interval: int = flag(100, "steps between log lines")
     log_throughput: bool = flag(False, "TFLOP/s per device in the log line")
     log_params_norm: bool = flag(False, "norm of the parameters in the log line")
-    log_top_grad_norms: int = flag(0, "how many of the largest gradient norms to print, with their parameters' names")
+    log_top_grad_norms: int = flag(
+        0, "how many of the largest gradient norms to print, with their parameters' names", bound=NOT_NEGATIVE
+    )
     log_memory: bool = flag(False, "print each rank's memory after the first step, measured and predicted")
     log_num_zeros_in_grad: bool = flag(False, "number of zeros in the gradient in the log line")
     timing_log_level: int = flag(0, "detail of timers in the log: 0, 1 or 2", choices=(0, 1, 2))
-    tensorboard_dir: str | None = flag(None, "folder for TensorBoard")
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard", writes="folder")
     tensorboard_log_interval: int = flag(1, "steps between TensorBoard points")
     log_memory_to_tensorboard: bool = flag(False, "write memory use to TensorBoard")
     wandb_project: str | None = flag(None, "Weights & Biases project; needs the wandb package")
     wandb_exp_name: str | None = flag(None, "Weights & Biases run name")
     profile: bool = flag(False, "write a torch.profiler trace of some steps")
-    profile_step_start: int = flag(10, "first profiled step")
-    profile_step_end: int = flag(12, "step at which profiling ends (not included)")
-    metrics_file: str | None = flag(None, "file for one JSON object per step, at full precision")
-    timeline: str | None = flag(None, "folder for one file per rank: a JSON line per pipeline action, with its times")
+    profile_step_start: int = flag(10, "first profiled step", bound=NOT_NEGATIVE)
+    profile_step_end: int = flag(12, "step at which profiling ends (not included)", bound=NOT_NEGATIVE)
+    metrics_file: str | None = flag(None, "file for one JSON object per step, at full precision", writes="file")
+    timeline: str | None = flag(
+        None, "folder for one file per rank: a JSON line per pipeline action, with its times", writes="folder"
+    )
 
 
 @dataclass
@@ -339,7 +358,6 @@ class RunConfig:
 
     def microbatches_per_step(self, data_parallel_size: int) -> int:
         """Microbatches of one data-parallel rank in a full global batch, of a resolved configuration."""
-        assert self.training.global_batch_size is not None and self.training.micro_batch_size is not None
         return self.training.global_batch_size // (self.training.micro_batch_size * data_parallel_size)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -351,15 +369,16 @@ class RunConfig:
         """The inverse of `to_dict`. Sections or fields that this version doesn't know, and values of another type than
         their field's, raise a ValueError that names the field."""
         config = cls()
-        for section, fields in values.items():
+        for section, stored in values.items():
             if not hasattr(config, section):
                 raise ValueError(f"unknown configuration section {section!r}")
             target = getattr(config, section)
-            types = {each.name: str(each.type) for each in dataclasses.fields(target)}
-            for key, value in fields.items():
-                if key not in types:
+            known = {each.name: each for each in dataclasses.fields(target)}
+            for key, value in stored.items():
+                if key not in known:
                     raise ValueError(f"unknown configuration field {section}.{key}")
-                if (wanted := misfit(types[key], value)) is not None:
+                wanted = type_problem(str(known[key].type), value)
+                if wanted is not None and not value is known[key].default is None:
                     raise ValueError(f"{section}.{key} is {value!r}, not {wanted}")
                 setattr(target, key, value)
         return config

@@ -1,29 +1,58 @@
-"""A dataclass field that is a command-line flag."""
+"""A dataclass field that is a command-line flag, and which numbers it takes."""
 
 from __future__ import annotations
 
-from dataclasses import field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What must hold of a number. `rule` says it in words, after the flag and its value."""
+
+    rule: str
+    holds: Callable[[float], bool]
+
+
+AT_LEAST_ONE = Bound("must be at least 1", lambda value: value >= 1)
+NOT_NEGATIVE = Bound("must not be negative", lambda value: value >= 0)
+ABOVE_ZERO = Bound("must be above 0", lambda value: value > 0)
+BELOW_ONE = Bound("must be from 0 to below 1", lambda value: 0 <= value < 1)
 
 
 def flag(
     default: Any,
     help: str,
     *,
+    bound: Bound | None = None,
     name: str | None = None,
     aliases: tuple[str, ...] = (),
     choices: tuple[Any, ...] | None = None,
     planned: str | None = None,
     repeatable: bool = False,
+    needed: bool = False,
+    writes: str | None = None,
 ) -> Any:
     """A dataclass field that becomes a command-line flag.
 
-    `name`: the flag, where it isn't the field's name; for a boolean that is on by default it is the flag that turns
-    it off. `aliases`: other accepted spellings. `planned`: the feature isn't built yet; its name. Any value but the
-    default is then refused by `config.check.not_built`. `repeatable`: a list that grows each time the flag is given.
+    `bound`: of each of its numbers; by default a whole number is at least 1 and another isn't negative. `name`: the
+    flag, where it isn't the field's name; for a boolean that is on by default it is the flag that turns it off.
+    `aliases`: other accepted spellings. `planned`: the feature isn't built yet; its name. Any value but the default is
+    then refused by `config.check.not_built`. `repeatable`: a list that grows each time the flag is given. `needed`: no
+    run goes without it. `writes`: the flag names where a run writes a "model", other files (a "folder") or one "file".
     """
-    metadata: dict[str, Any] = {"help": help, "name": name, "aliases": aliases, "choices": choices, "planned": planned}
-    metadata["repeatable"] = repeatable
+    metadata = {
+        "help": help,
+        "bound": bound,
+        "name": name,
+        "aliases": aliases,
+        "choices": choices,
+        "planned": planned,
+        "repeatable": repeatable,
+        "needed": needed,
+        "writes": writes,
+    }
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -29,7 +29,6 @@ def chunk_activations(
     with sequence parallelism s·b·h·34/t; twice that in float32 without the masks. Rotary positions and gated units add
     what they keep; attention without a fused kernel adds its s² weights.
     """
-    assert config.data.seq_length and config.training.micro_batch_size
     tokens = config.data.seq_length * config.training.micro_batch_size
     layer = _Layer.of(config, fused_attention=fused_attention)
     kept, working = layer.of_chunk(config, layers)
@@ -56,7 +55,6 @@ class _Layer:
     @classmethod
     def of(cls, config: RunConfig, *, fused_attention: bool) -> _Layer:
         model, layout, compute = config.model, config.layout, compute_bytes(config)
-        assert model.hidden_size and model.ffn_hidden_size and model.num_attention_heads and model.kv_channels
         tp = layout.tensor_model_parallel_size
         between = model.hidden_size / (tp if layout.sequence_parallel else 1)
         heads, groups = model.num_attention_heads / tp, max(1, model.num_query_groups / tp)
@@ -91,7 +89,6 @@ class _Layer:
 def _attention_weights(config: RunConfig) -> float:
     """Bytes of the softmax of one head and query: wide, rounded to the compute dtype, its mask, and the rest after
     it."""
-    assert config.data.seq_length
     compute = compute_bytes(config)
     each = wide_bytes(config) + (compute if compute != wide_bytes(config) else 0)
     if config.model.attention_dropout:

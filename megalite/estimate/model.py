@@ -20,7 +20,6 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> ParameterCount:
     """Count the parameters of the network that `models.gpt` builds."""
     hidden, layers, inner = config.hidden_size, config.num_layers, config.ffn_hidden_size
     heads, width = config.num_attention_heads, config.kv_channels
-    assert hidden and layers is not None and inner and heads and width
     qkv = (heads + 2 * config.num_query_groups) * width
     up = inner * (2 if config.swiglu else 1)
     matmul_layer = hidden * qkv + heads * width * hidden + hidden * up + inner * hidden
@@ -34,7 +33,6 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> ParameterCount:
         small += 2 * norm * width
     total = layers * (matmul_layer + small) + norm * hidden + vocab_size * hidden
     if config.position_embedding_type == "learned_absolute":
-        assert config.max_position_embeddings is not None
         total += config.max_position_embeddings * hidden
     if config.untie_embeddings_and_output_weights:
         total += vocab_size * hidden
@@ -65,12 +63,10 @@ def training_flops_per_token(
     frozen one hasn't; causal attention at half 6·L·s·(heads · head width). With virtual tokens, attention's s² becomes
     (s + n)² where they are computed, s² + 2sn where not. `adapter`: None where all is trained.
     """
-    assert config.num_layers is not None and config.num_attention_heads and config.kv_channels
     matmul = count_parameters(config, vocab_size).matmul
     width = config.num_layers * config.num_attention_heads * config.kv_channels
     if adapter is None:
         return 6.0 * matmul + 6.0 * seq_length * width
-    assert config.hidden_size is not None
     output, n = vocab_size * config.hidden_size, adapter.virtual_tokens
     attended = (seq_length + n) ** 2 / seq_length if adapter.computed else seq_length + 2 * n
     rows = (seq_length + n) / seq_length if adapter.computed else 1.0

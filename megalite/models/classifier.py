@@ -24,7 +24,6 @@ class ClassifierHead(ShardedModule):
 
     def __init__(self, build: Build, classes: int):
         super().__init__()
-        assert build.config.hidden_size is not None
         self.classes, self.wide, self.group = classes, build.precision.wide, build.mesh.tp
         self.sequence_parallel = build.mesh.layout.sequence_parallel
         self.alone = Group((build.mesh.rank,), 0, None)

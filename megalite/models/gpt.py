@@ -68,7 +68,6 @@ class _Decoder(ShardedModule):
         self.recomputed = len(self.layers) if build.recompute.units else build.recompute.first_layers
         self.final_layernorm = None
         if span.has_output:
-            assert build.config.hidden_size is not None
             partial = build.mesh.layout.sequence_parallel
             self.final_layernorm = Norm(build, build.config.hidden_size, partial=partial)
 

@@ -36,7 +36,6 @@ def layers_per_stage(config: RunConfig) -> list[int]:
     layout = config.layout
     stages, chunks = layout.pipeline_model_parallel_size, virtual_stages(config)
     total = config.model.num_layers
-    assert total is not None
     first, last = layout.decoder_first_pipeline_num_layers, layout.decoder_last_pipeline_num_layers
     if first is None and last is None:
         counts = [pipeline_units(config) // (stages * chunks)] * (stages * chunks)

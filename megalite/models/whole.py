@@ -20,7 +20,6 @@ def build_whole(config: RunConfig, vocab_size: int, mesh: Mesh) -> GPTStage:
 
     With `--class-names` a classifier.
     """
-    assert config.model.num_layers is not None
     build = Build(config.model, mesh, Precision.from_config(config.precision))
     backend = choose_backend(config, mesh.device.type)
     classes = len(config.finetune.class_names or ()) or None

@@ -100,7 +100,6 @@ class CoreAttention:
         self.window = bounded_window(build.config)
         self.drop = build.config.attention_dropout
         self.wide = build.precision.wide
-        assert build.config.num_attention_heads is not None
         self.first_head = build.mesh.tp.rank * build.config.num_attention_heads // build.mesh.tp.size
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, info: SequenceInfo) -> Tensor:
@@ -160,7 +159,6 @@ def try_kernel(config: RunConfig, backend: AttentionBackend, device: torch.devic
     if backend.kernel == "unfused" or not (backend.kernel == "varlen" or backend.sdpa):
         return
     model = config.model
-    assert config.data.seq_length and model.num_attention_heads and model.kv_channels
     length, queries = min(config.data.seq_length, _TRIED_TOKENS), model.num_attention_heads // model.num_query_groups
     precision = Precision.from_config(config.precision)
     q, k, v = (
@@ -194,8 +192,6 @@ class SelfAttention(ShardedModule):
     def __init__(self, build: Build, backend: AttentionBackend, layer: int):
         super().__init__()
         config, place = build.config, build.place()
-        assert config.hidden_size is not None and config.kv_channels is not None
-        assert config.num_attention_heads is not None and config.num_layers is not None
         heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
         queries = heads // groups
         self.layer, self.width, self.recompute = layer, width, build.recompute

@@ -55,7 +55,6 @@ def padded_vocabulary(vocab_size: int, divisor: int, tp: int) -> int:
 def vocabulary_spec(build: Build, vocab_size: int, stages: tuple[int, ...] | None) -> ParamSpec:
     """Spec of a [vocabulary, hidden] table: the embedding or the output layer."""
     config, place = build.config, build.place(stages)
-    assert config.hidden_size is not None
     padded = padded_vocabulary(vocab_size, config.make_vocab_size_divisible_by, place.tp)
     shape = (vocab_size, config.hidden_size)
     boxes = vocabulary_rows(shape, padded, place)
@@ -88,7 +87,6 @@ class PositionEmbedding(ShardedModule):
     def __init__(self, build: Build):
         super().__init__()
         config = build.config
-        assert config.max_position_embeddings is not None and config.hidden_size is not None
         shape = (config.max_position_embeddings, config.hidden_size)
         boxes = replicated(shape, build.place(), partial=build.mesh.layout.sequence_parallel)
         spec = ParamSpec(shape, shape, boxes, Init(std=config.init_method_std))

@@ -22,7 +22,6 @@ class MLP(ShardedModule):
     def __init__(self, build: Build):
         super().__init__()
         config, place = build.config, build.place()
-        assert config.hidden_size is not None and config.ffn_hidden_size is not None and config.num_layers is not None
         inner, hidden = config.ffn_hidden_size, config.hidden_size
         self.gated = config.swiglu
         self.squared_relu = config.squared_relu

@@ -12,13 +12,12 @@ import math
 import torch
 from torch import Tensor
 
-from megalite.config.check_positions import yarn_turns
+from megalite.config.check_network import yarn_turns
 from megalite.config.schema import ModelConfig
 
 
 def rotary_width(config: ModelConfig) -> int:
     """How much of each head is rotated: an even number."""
-    assert config.kv_channels is not None
     width = int(config.kv_channels * config.rotary_percent)
     return width - width % 2
 

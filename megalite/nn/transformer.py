@@ -17,7 +17,6 @@ class TransformerLayer(ShardedModule):
 
     def __init__(self, build: Build, backend: AttentionBackend, number: int):
         super().__init__()
-        assert build.config.hidden_size is not None
         self.number, self.recompute = number, build.recompute
         self.drop = build.config.hidden_dropout
         partial = build.mesh.layout.sequence_parallel

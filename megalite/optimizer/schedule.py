@@ -89,7 +89,6 @@ class Schedule:
     def from_config(cls, config: RunConfig, batches: BatchSchedule) -> Schedule:
         """The schedule of a resolved configuration."""
         rate, training, optimizer = config.learning_rate, config.training, config.optimizer
-        assert rate.lr is not None
         if training.train_samples is not None:
             total = training.train_samples
             decay = rate.lr_decay_samples or total

@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError, agree, attempt
 from megalite.config.errors import UserError
 from megalite.config.schema import ModelConfig
-from megalite.config.schema_peft import PeftConfig
+from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.collectives import broadcast_object, gather_tensors
 from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.param_spec import Shape

@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite.config.check_peft import lora_parts, target_names
 from megalite.config.errors import UserError
 from megalite.config.schema import ModelConfig
-from megalite.config.schema_peft import PeftConfig
+from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import whole
 from megalite.models.gpt import GPTStage

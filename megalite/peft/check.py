@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.config.outputs import adapter_folders
+from megalite.config.fields import adapter_folders
 from megalite.config.schema import RunConfig
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.peft.convert import architecture_of, from_peft
@@ -18,7 +18,7 @@ def check(config: RunConfig, vocab_size: int, backend: AttentionBackend, device_
     a saved adapter a Hugging Face architecture that has this network, `--load-adapter` a folder that fits it."""
     peft = config.peft
     problems = list(filter(None, [backend_problem(backend, peft.peft, device_type)]))
-    for flag, folder in adapter_folders(peft).items():
+    for flag, folder in adapter_folders(config).items():
         if peft.peft == "lora":
             try:
                 architecture_of(config.model, vocab_size)

@@ -30,7 +30,7 @@ from megalite.checkpoint.storage import ADAPTER_FILE as CONFIG_FILE
 from megalite.checkpoint.storage import read_json, refuse_other_kind
 from megalite.config.check_peft import contradiction
 from megalite.config.errors import FlagError, UserError
-from megalite.config.schema_peft import PeftConfig
+from megalite.config.schema_finetune import PeftConfig
 from megalite.files.atomic import replacing_together, together
 
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from megalite.config.schema import RunConfig
 from megalite.distributed.collectives import broadcast_object
-from megalite.training.evaluate import Evaluator
+from megalite.training.diagnostics import Profiler
+from megalite.training.evaluation import Evaluator
 from megalite.training.metrics import EvaluationRecord, Sink, StepRecord, evaluated_splits
-from megalite.training.profiling import Profiler
 from megalite.training.report import size
 from megalite.training.signals import StopRequests
+from megalite.training.task import TASKS
 from megalite.training.trainer import Trainer
 
 
@@ -143,9 +144,8 @@ class Loop:
         validation, training = self.config.validation, self.config.training
         # One beyond the interval, at the end, isn't counted: a run that goes on later reads as if there were no end.
         if split == "valid" and not validation.full_validation and self._due(validation.eval_interval):
-            assert training.global_batch_size is not None
             state.consumed_valid_samples += validation.eval_iters * training.global_batch_size
-        of_tokens = self.config.finetune.task != "classification"
+        of_tokens = TASKS[self.config.finetune.task].of_tokens
         record = EvaluationRecord(state.iteration, split, loss, scores, of_tokens)
         for sink in self.sinks:
             sink.evaluation(record)

@@ -10,13 +10,15 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from megalite.config.outputs import output_folders
+import torch
+
+from megalite.config.fields import all_fields, get, output_folders
 from megalite.config.schema import RunConfig
 from megalite.files.atomic import replacing
 
@@ -24,7 +26,7 @@ from megalite.files.atomic import replacing
 @dataclass(frozen=True)
 class StepRecord:
     """One training step. `counted_tokens` those whose loss counts; `lm_loss` nats per such token, NaN where there are
-    none; `learning_rate` the one that this step used."""
+    none; `learning_rate` the one that this step used. What is None wasn't asked for."""
 
     iteration: int
     consumed_samples: int
@@ -40,8 +42,8 @@ class StepRecord:
     tokens_per_second: float
     tflops_per_device: float
     params_norm: float | None = None
-    zeros: int | None = None
-    largest_norms: tuple[tuple[str, float], ...] = ()
+    num_zeros: int | None = None
+    largest_grad_norms: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,6 @@ class LogLines:
     def __init__(self, config: RunConfig, total_iterations: int):
         self.config, self.total = config, total_iterations
         self.records: list[StepRecord] = []
-        self.skipped = self.nans = 0
         self.first = True
 
     def step(self, record: StepRecord) -> None:
@@ -93,42 +94,35 @@ class LogLines:
                 flush=True,
             )
         self.records.append(record)
-        self.skipped += record.skipped
-        self.nans += record.counted_tokens > 0 and math.isnan(record.lm_loss)
         if self.first or record.iteration % self.config.logging.log_interval == 0:
-            print(self._line(), flush=True)
-            if record.largest_norms:
-                norms = " | ".join(f"{name}: {norm:.4f}" for name, norm in record.largest_norms)
+            print(f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(self._parts()) + " |", flush=True)
+            if record.largest_grad_norms:
+                norms = " | ".join(f"{name}: {norm:.4f}" for name, norm in record.largest_grad_norms.items())
                 print(f" largest gradient norms | {norms} |", flush=True)
-            self.first = False
-            self.records, self.skipped, self.nans = [], 0, 0
+            self.first, self.records = False, []
 
-    def _line(self) -> str:
+    def _parts(self) -> Iterator[str]:
         last, count = self.records[-1], len(self.records)
         losses = [r.lm_loss for r in self.records if math.isfinite(r.lm_loss) and not r.skipped]
-        parts = [
-            f"iteration {last.iteration:8d}/{self.total:8d}",
-            f"consumed samples: {last.consumed_samples:12d}",
-            f"elapsed time per iteration (ms): {sum(r.elapsed_ms for r in self.records) / count:.1f}",
-        ]
+        yield f"iteration {last.iteration:8d}/{self.total:8d}"
+        yield f"consumed samples: {last.consumed_samples:12d}"
+        yield f"elapsed time per iteration (ms): {sum(r.elapsed_ms for r in self.records) / count:.1f}"
         if self.config.logging.log_throughput:
             mean = sum(r.tflops_per_device for r in self.records) / count
-            parts.append(
-                f"throughput per GPU (TFLOP/s/GPU): {mean:.1f}"
-                if mean >= 1
-                else f"throughput per GPU (TFLOP/s/GPU): {mean:.4f}"
-            )
-        parts += [f"learning rate: {last.learning_rate:.6E}", f"global batch size: {last.global_batch_size:5d}"]
+            yield f"throughput per GPU (TFLOP/s/GPU): {mean:.{1 if mean >= 1 else 4}f}"
+        yield f"learning rate: {last.learning_rate:.6E}"
+        yield f"global batch size: {last.global_batch_size:5d}"
         if losses:
-            parts.append(f"lm loss: {sum(losses) / len(losses):.6E}")
-        parts += [f"loss scale: {last.loss_scale}", f"grad norm: {last.grad_norm:.3f}"]
-        if last.zeros is not None:
-            parts.append(f"num zeros: {last.zeros}")
+            yield f"lm loss: {sum(losses) / len(losses):.6E}"
+        yield f"loss scale: {last.loss_scale}"
+        yield f"grad norm: {last.grad_norm:.3f}"
+        if last.num_zeros is not None:
+            yield f"num zeros: {last.num_zeros}"
         if last.params_norm is not None:
-            parts.append(f"params norm: {last.params_norm:.3f}")
-        parts.append(f"number of skipped iterations: {self.skipped:3d}")
-        parts.append(f"number of nan iterations: {self.nans:3d}")
-        return f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(parts) + " |"
+            yield f"params norm: {last.params_norm:.3f}"
+        yield f"number of skipped iterations: {sum(r.skipped for r in self.records):3d}"
+        nans = sum(r.counted_tokens > 0 and math.isnan(r.lm_loss) for r in self.records)
+        yield f"number of nan iterations: {nans:3d}"
 
     def evaluation(self, record: EvaluationRecord) -> None:
         name = {"valid": "validation", "test": "test"}.get(record.split, record.split)
@@ -143,9 +137,11 @@ class LogLines:
         pass
 
 
-def _number(value: float) -> float | None:
+def _for_json(value: Any) -> Any:
     """JSON has no NaN or infinity: null stands for them."""
-    return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _for_json(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _iteration_of(line: str) -> int | None:
@@ -178,73 +174,50 @@ class MetricsFile:
         with replacing(path) as file:
             file.write("".join(kept).encode())
 
-    def _write(self, values: dict[str, Any]) -> None:
-        self.file.write(json.dumps(values) + "\n")
+    def _write(self, values: Mapping[str, Any]) -> None:
+        given = {name: value for name, value in values.items() if value is not None}
+        self.file.write(json.dumps(_for_json(given)) + "\n")
         self.file.flush()
 
     def step(self, record: StepRecord) -> None:
-        values: dict[str, Any] = {
-            "iteration": record.iteration,
-            "consumed_samples": record.consumed_samples,
-            "consumed_tokens": record.consumed_tokens,
-            "lm_loss": _number(record.lm_loss),
-            "grad_norm": _number(record.grad_norm),
-            "learning_rate": record.learning_rate,
-            "loss_scale": record.loss_scale,
-            "skipped": record.skipped,
-            "global_batch_size": record.global_batch_size,
-            "elapsed_ms": record.elapsed_ms,
-            "tokens_per_second": record.tokens_per_second,
-            "tflops_per_device": record.tflops_per_device,
-        }
-        if record.params_norm is not None:
-            values["params_norm"] = _number(record.params_norm)
-        if record.zeros is not None:
-            values["num_zeros"] = record.zeros
-        if record.largest_norms:
-            values["largest_grad_norms"] = {name: _number(norm) for name, norm in record.largest_norms}
+        values = asdict(record)
+        del values["counted_tokens"]
         self._write(values)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._write(
-            {
-                "iteration": record.iteration,
-                "split": record.split,
-                "lm_loss": _number(record.lm_loss),
-                **({} if record.perplexity is None else {"ppl": _number(record.perplexity)}),
-                **record.scores,
-            }
-        )
+        position = {"iteration": record.iteration, "split": record.split}
+        self._write(position | {"lm_loss": record.lm_loss, "ppl": record.perplexity} | dict(record.scores))
 
     def close(self) -> None:
         self.file.close()
 
 
+# Megatron-LM's tags of the fields of a StepRecord.
+_TAGS = {
+    "lm_loss": "lm loss",
+    "learning_rate": "learning-rate",
+    "grad_norm": "grad-norm",
+    "global_batch_size": "batch-size",
+    "loss_scale": "loss-scale",
+    "tflops_per_device": "throughput",
+    "params_norm": "params-norm",
+    "num_zeros": "num-zeros",
+}
+
+
 def _step_scalars(record: StepRecord) -> dict[str, float]:
-    """Tags as Megatron-LM writes them."""
-    values = {
-        "lm loss": record.lm_loss,
-        "learning-rate": record.learning_rate,
-        "grad-norm": record.grad_norm,
-        "batch-size": record.global_batch_size,
-        "loss-scale": record.loss_scale,
-        "iteration-time": record.elapsed_ms / 1e3,
-        "throughput": record.tflops_per_device,
-    }
-    if record.params_norm is not None:
-        values["params-norm"] = record.params_norm
-    if record.zeros is not None:
-        values["num-zeros"] = record.zeros
-    return values
+    values = {tag: getattr(record, name) for name, tag in _TAGS.items()} | {"iteration-time": record.elapsed_ms / 1e3}
+    return {tag: value for tag, value in values.items() if value is not None}
 
 
 class TensorBoard:
     """Scalars for TensorBoard, every `--tensorboard-log-interval` steps."""
 
-    def __init__(self, directory: str, interval: int, *, memory: bool, resume_iteration: int):
+    def __init__(self, directory: str, config: RunConfig, resume_iteration: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.interval, self.memory = interval, memory
+        self.interval = config.logging.tensorboard_log_interval
+        self.memory = config.logging.log_memory_to_tensorboard
         self.writer = SummaryWriter(directory, purge_step=resume_iteration + 1 if resume_iteration else None)
 
     def step(self, record: StepRecord) -> None:
@@ -258,11 +231,11 @@ class TensorBoard:
 
     def evaluation(self, record: EvaluationRecord) -> None:
         name = "validation" if record.split == "valid" else record.split
-        self.writer.add_scalar(f"lm loss {name}", record.lm_loss, record.iteration)
-        if record.perplexity is not None:
-            self.writer.add_scalar(f"lm loss {name} ppl", record.perplexity, record.iteration)
-        for score, value in record.scores.items():
-            self.writer.add_scalar(f"{score} {name}", value, record.iteration)
+        values = {f"lm loss {name}": record.lm_loss, f"lm loss {name} ppl": record.perplexity}
+        values |= {f"{score} {name}": value for score, value in record.scores.items()}
+        for tag, value in values.items():
+            if value is not None:
+                self.writer.add_scalar(tag, value, record.iteration)
 
     def close(self) -> None:
         self.writer.close()
@@ -270,8 +243,6 @@ class TensorBoard:
 
 def allocated_bytes() -> int:
     """Bytes that torch holds on the GPU, or this process's resident memory where there is none."""
-    import torch
-
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
     statm = Path("/proc/self/statm")
@@ -305,21 +276,17 @@ class WeightsAndBiases:
 
 def check_sinks(config: RunConfig) -> list[str]:
     """Problems with what the flags that name outputs need."""
-    logging = config.logging
-    problems = []
+    logging, problems = config.logging, []
     if logging.wandb_project is not None:
         problems += _missing(f"--wandb-project {logging.wandb_project}", "wandb", "wandb")
     if logging.tensorboard_dir is not None:
         problems += _missing(f"--tensorboard-dir {logging.tensorboard_dir}", "torch.utils.tensorboard", "tensorboard")
-    folders = {
-        "--metrics-file": logging.metrics_file and Path(logging.metrics_file).parent,
-        "--tensorboard-dir": logging.tensorboard_dir and Path(logging.tensorboard_dir),
-        "--timeline": logging.timeline and Path(logging.timeline),
-        "--dump-grads": config.training.dump_grads and Path(config.training.dump_grads),
-        **{flag: Path(folder) for flag, folder in output_folders(config).items()},
-    }
+    folders = {flag: Path(folder) for flag, folder in output_folders(config).items()}
+    for each in all_fields().values():
+        if each.writes in ("folder", "file") and (place := get(config, each.path)) is not None:
+            folders[each.option] = Path(place) if each.writes == "folder" else Path(place).parent
     for flag, folder in folders.items():
-        if isinstance(folder, Path) and (reason := _unwritable(folder)):
+        if reason := _unwritable(folder):
             problems.append(f"{flag}: {reason}")
     if logging.metrics_file is not None and (reason := _not_metrics(Path(logging.metrics_file))):
         problems.append(f"--metrics-file {logging.metrics_file} {reason}")
@@ -372,9 +339,7 @@ def make_sinks(config: RunConfig, total_iterations: int, resume_iteration: int) 
     if logging.metrics_file is not None:
         sinks.append(MetricsFile(Path(logging.metrics_file), resume_iteration))
     if logging.tensorboard_dir is not None:
-        memory = logging.log_memory_to_tensorboard
-        interval = logging.tensorboard_log_interval
-        sinks.append(TensorBoard(logging.tensorboard_dir, interval, memory=memory, resume_iteration=resume_iteration))
+        sinks.append(TensorBoard(logging.tensorboard_dir, config, resume_iteration))
     if logging.wandb_project is not None:
         sinks.append(WeightsAndBiases(config))
     return sinks

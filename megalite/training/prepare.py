@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,44 @@ from megalite.peft import check as peft_check
 from megalite.peft.files import base_note, settle
 from megalite.training import resume
 from megalite.training.base_model import check_base_weights, read_adapter_flags, read_base_model
-from megalite.training.determinism import deterministic, prepare_determinism
+from megalite.training.evaluation import Prompts
+from megalite.training.executor import Plan
 from megalite.training.metrics import check_sinks
-from megalite.training.plan import Plan
-from megalite.training.prompts import Prompts
 from megalite.training.report import check_memory, memory_by_stage
-from megalite.training.task import check_task, evaluation_prompts
+from megalite.training.task import TASKS, Task
+
+_WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+_ALGORITHM = "NCCL_ALGO"
+
+
+def prepare_determinism(device: torch.device) -> None:
+    """Set what cuBLAS and NCCL read when they start. A value of the user's that allows other sums is a FlagError."""
+    if device.type != "cuda":
+        return
+    if os.environ.setdefault(_WORKSPACE, _WORKSPACES[0]) not in _WORKSPACES:
+        raise FlagError(
+            f"--deterministic-mode: the environment has {_WORKSPACE}={os.environ[_WORKSPACE]}; unset it, or set one of "
+            f"{', '.join(_WORKSPACES)}"
+        )
+    algorithm = os.environ.setdefault(_ALGORITHM, "Ring")
+    if "NVLS" in algorithm and not algorithm.startswith("^"):
+        raise FlagError(
+            f"--deterministic-mode: the environment has {_ALGORITHM}={algorithm}, and NVLS sums in no fixed "
+            "order; unset it, or set Ring or Tree"
+        )
+
+
+@contextlib.contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Only deterministic kernels within, where that is `wanted`; afterwards as before."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if wanted:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
 
 MOST_MICROBATCHES = 1 << 16
 """Of a rank in a step: a schedule lists every one."""
@@ -50,6 +84,7 @@ class Prepared:
     threads: int
     backend: AttentionBackend
     tokenizer: Tokenizer
+    task: Task
     prompts: Prompts | None
 
     @property
@@ -97,7 +132,8 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         for folder in filter(None, (config.checkpoint.load, config.checkpoint.pretrained_checkpoint)):
             refuse_other_kind(Path(folder), "--load")
         tokenizer = build_tokenizer(config.tokenizer)
-        if config.finetune.task != "classification":
+        task = TASKS[config.finetune.task](config, tokenizer)
+        if task.of_tokens:
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
         notes = [*notes, *data_check.tokenizer_notes(config, tokenizer)]
         if config.finetune.load_hf is not None and (config.peft.peft != "none" or _starts_fresh(config)):
@@ -106,8 +142,8 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
             found, weights_only = resume.locate(config.checkpoint)
             if found is not None:
                 resume.check_adapter(found, config, weights_only=weights_only)
-        _refuse([*vocabulary_problems(config, tokenizer), *check_task(config, tokenizer)])
-        prompts = evaluation_prompts(config, tokenizer)
+        _refuse([*vocabulary_problems(config, tokenizer), *task.problems()])
+        prompts = task.prompts()
         if config.peft.prompt_init_text is not None and not tokenizer.tokenize(config.peft.prompt_init_text):
             raise FlagError(f"--prompt-init-text {config.peft.prompt_init_text!r} has no tokens: give it some text")
         rows = config.model.model_vocab_size or tokenizer.vocab_size
@@ -117,7 +153,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
     threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)
     if config.peft.load_adapter is not None and config.finetune.load_hf is not None:
         notes = [*notes, *filter(None, [base_note(config.peft.load_adapter, config.finetune.load_hf)])]
-    return Prepared(config, list(notes), environment, device, threads, backend, tokenizer, prompts)
+    return Prepared(config, list(notes), environment, device, threads, backend, tokenizer, task, prompts)
 
 
 def fill_config(config: RunConfig, explicit: Collection[str]) -> list[str]:
@@ -170,7 +206,6 @@ def _length_problems(config: RunConfig) -> list[str]:
 def _schedule_problems(config: RunConfig, world_size: int) -> list[str]:
     """What the pipeline schedule can't do with the microbatches of each global batch size of the run."""
     dp, plan, problems = Layout.from_config(config.layout, world_size).dp, Plan(config, 0), []
-    assert config.training.micro_batch_size is not None
     for _, size in batch_size_stages(config.training, config.data.seq_length):
         microbatches = size // (config.training.micro_batch_size * dp)
         if microbatches > MOST_MICROBATCHES:

@@ -1,19 +1,36 @@
-"""Pretraining: from flags to a finished run."""
+"""A whole run: from flags to what it leaves behind."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
+from megalite.checkpoint.errors import on_first_rank
+from megalite.config.fields import output_folders
+from megalite.config.schema import RunConfig
 from megalite.distributed.launch import Environment, start
-from megalite.training.determinism import deterministic
-from megalite.training.outputs import owned_outputs
-from megalite.training.prepare import prepare
+from megalite.distributed.mesh import Mesh
+from megalite.files.owner import OWNER, owning
+from megalite.training.prepare import deterministic, prepare
 from megalite.training.run import Run
 
 
-def pretrain(argv: Sequence[str], environment: Environment, *, program: str, description: str) -> None:
-    """The whole run of one process."""
-    train(argv, environment, program=program, description=description)
+@contextmanager
+def owned_outputs(config: RunConfig, mesh: Mesh) -> Iterator[None]:
+    """While the block runs, what `output_folders` lists belongs to this run. Collective over the world.
+
+    All ranks raise the same `CheckpointError`, which names the other run, where one lives that has such a folder.
+    """
+    folders = {Path(folder).resolve(): f"{flag} {folder}" for flag, folder in output_folders(config).items()}
+    with ExitStack() as owned:
+
+        def claim() -> None:
+            for folder, flag in folders.items():
+                owned.enter_context(owning(folder / OWNER, flag))
+
+        on_first_rank(claim, mesh.world)
+        yield
 
 
 def train(
@@ -24,7 +41,7 @@ def train(
     description: str,
     sections: Sequence[str] | None = None,
 ) -> None:
-    """As `pretrain`, with the flags of some sections of the configuration; None: of pretraining's."""
+    """The whole run of one process. `sections`: those of the configuration that have flags; None: pretraining's."""
     prepared = prepare(argv, environment, program=program, description=description, sections=sections)
     with (
         deterministic(prepared.config.training.deterministic_mode),

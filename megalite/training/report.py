@@ -15,7 +15,7 @@ from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.estimate.activations import chunk_activations
 from megalite.estimate.memory import MemoryEstimate, estimate_memory, free_machine_memory, machine_memory
-from megalite.estimate.model import AdapterWork, count_parameters, training_flops_per_token
+from megalite.estimate.model import AdapterWork, training_flops_per_token
 from megalite.models.gpt import GPTStage
 from megalite.models.stages import stage_spans
 from megalite.nn.attention_backend import AttentionBackend
@@ -27,8 +27,9 @@ from megalite.peft.apply import count_parameters as owned_parameters
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.timeline import peak_live
 from megalite.precision.policy import Precision
-from megalite.training.plan import Plan
-from megalite.training.state import TrainingState
+from megalite.training.executor import Plan
+from megalite.training.resume import TrainingState
+from megalite.training.task import TASKS
 
 
 def size(count: float, unit: str = "B") -> str:
@@ -47,20 +48,11 @@ def _local_parameters(stages: Sequence[GPTStage]) -> int:
 def _model_lines(config: RunConfig, stages: Sequence[GPTStage], mesh: Mesh, adapter: AdapterWork | None) -> list[str]:
     vocab_size = stages[0].vocab_size
     rows = padded_vocabulary(vocab_size, config.model.make_vocab_size_divisible_by, mesh.tp.size)
-    assert config.data.seq_length is not None
     classes = len(config.finetune.class_names or ())
     flops = training_flops_per_token(config.model, classes or vocab_size, config.data.seq_length, adapter)
-    total = count_parameters(config.model, vocab_size).total
-    if classes:  # a head in place of an output over the vocabulary
-        assert config.model.hidden_size is not None
-        lost = vocab_size if config.model.untie_embeddings_and_output_weights else 0
-        total += (classes - lost) * config.model.hidden_size
-    trained = ""
-    if adapter is not None:
-        mine, total = (
-            sum(counts) for counts in zip(*all_gather_objects(owned_parameters(stages, mesh), mesh.model), strict=True)
-        )
-        trained = f", {mine:,} of them trained ({mine / total:.3%})"
+    counts = all_gather_objects(owned_parameters(stages, mesh), mesh.model)
+    mine, total = (sum(each) for each in zip(*counts, strict=True))
+    trained = "" if adapter is None else f", {mine:,} of them trained ({mine / total:.3%})"
     return [
         f"parameters: {total:,} in all{trained}, {_local_parameters(stages):,} on this rank",
         f"vocabulary: {vocab_size:,}, {rows:,} rows in memory",
@@ -97,7 +89,7 @@ def memory_by_stage(
     """`predicted_memory` of each pipeline rank, before there is a model: of shapes without memory."""
     layout, precision = Layout.from_config(config.layout, world_size), Precision.from_config(config.precision)
     # How many classes there are the data may have to tell; a head is small.
-    classes = len(config.finetune.class_names or [""]) if config.finetune.task == "classification" else None
+    classes = None if TASKS[config.finetune.task].of_tokens else len(config.finetune.class_names or [""])
     estimates, actions = [], Plan(config, 0).training_of_all(config.microbatches_per_step(layout.dp))
     for rank, spans in enumerate(stage_spans(config)):
         mesh = Mesh(layout, layout.rank_at(pp=rank), torch.device("meta"), {})
@@ -176,16 +168,15 @@ def opening_block(
     adapter: AdapterWork | None = None,
 ) -> str:
     """The whole block as text. Collective over the model's ranks."""
-    training = config.training
-    norm = f"torch {config.model.normalization}"
+    training, short = config.training, TASKS[config.finetune.task].short_samples
     lines = [
         *_model_lines(config, stages, mesh, adapter),
         _layout_line(config, mesh, threads),
-        f"precision: {precision.name}; attention: {backend.kernel} ({backend.reason}); norm: {norm}; "
-        f"optimizer: {optimizer.description}",
-        f"batch: {training.global_batch_size} sequences of {'' if config.finetune.task == 'lm' else 'up to '}"
-        f"{config.data.seq_length} tokens a step, micro batch "
-        f"{training.micro_batch_size}; {total_iterations:,} steps, starting after {state.iteration:,}",
+        f"precision: {precision.name}; attention: {backend.kernel} ({backend.reason}); "
+        f"norm: torch {config.model.normalization}; optimizer: {optimizer.description}",
+        f"batch: {training.global_batch_size} sequences of {'up to ' if short else ''}{config.data.seq_length} tokens "
+        f"a step, micro batch {training.micro_batch_size}; {total_iterations:,} steps, starting after "
+        f"{state.iteration:,}",
         *(f"data: {summary.line()}" for summary in datasets.summaries),
     ]
     return "\n".join(["=" * 80, *(f" {line}" for line in lines), "=" * 80])

@@ -19,6 +19,7 @@ from megalite.checkpoint.huggingface.hub import published_name
 from megalite.checkpoint.huggingface.travel import companions
 from megalite.checkpoint.storage import CheckpointDirectory, Retention
 from megalite.config.errors import UserError
+from megalite.config.fields import output_folders
 from megalite.data.gpt_dataset import Datasets
 from megalite.data.splits import data_digests
 from megalite.distributed.collectives import broadcast_object
@@ -41,23 +42,17 @@ from megalite.precision.loss_scaler import LossScaler
 from megalite.precision.policy import Precision
 from megalite.training import resume
 from megalite.training.base_model import base_names, load_base_model
-from megalite.training.classification import DecisionCounts
-from megalite.training.dump import dump_gradients
-from megalite.training.evaluate import Evaluator
-from megalite.training.executor import GPTExecutor
-from megalite.training.feed import Feed
+from megalite.training.diagnostics import Profiler, Timeline, Timers, dump_gradients
+from megalite.training.evaluation import Continuations, Evaluator
+from megalite.training.executor import GPTExecutor, Plan
 from megalite.training.loop import Loop
 from megalite.training.memory import PeakMemory, memory_report, peak_process_memory
 from megalite.training.metrics import StepRecord, make_sinks
-from megalite.training.plan import Plan
 from megalite.training.prepare import Prepared
-from megalite.training.profiling import Profiler, Timeline
-from megalite.training.prompts import Continuations
 from megalite.training.report import opening_block, predicted_memory
+from megalite.training.resume import TrainingState
 from megalite.training.signals import StopRequests
-from megalite.training.state import TrainingState
-from megalite.training.task import build_task_datasets
-from megalite.training.timers import Timers
+from megalite.training.task import Feed
 from megalite.training.trainer import Trainer
 
 
@@ -69,9 +64,9 @@ class Run:
 
         `transport`: for the optimizer's data-parallel collectives, in place of the mesh's own.
         """
-        self.prepared, self.config, self.mesh = prepared, prepared.config, mesh
+        self.prepared, self.config, self.task, self.mesh = prepared, prepared.config, prepared.task, mesh
         config = self.config
-        self.say_all(prepared.notes)
+        self.say(*prepared.notes)
         self.precision = Precision.from_config(config.precision)
         self.datasets = self._datasets()  # first, since it may say how many steps there are
         self.companions = self._companions()
@@ -91,8 +86,8 @@ class Run:
             self.optimizer.parameters_loaded(with_state=False)
         self.scaler = LossScaler.from_config(config.precision)
         self.state = self._starting_state()
-        self.feed = Feed(config, mesh, self.datasets, self.state)
-        self.decisions = None if self.classes is None else DecisionCounts(len(self.classes), mesh)
+        self.feed = Feed(self.task, mesh, self.datasets, self.state)
+        self.decisions = self.task.decisions(mesh)
         self.executor = GPTExecutor(
             self.stages, mesh, label_smoothing=config.model.label_smoothing, optimizer=self.optimizer
         )
@@ -104,26 +99,17 @@ class Run:
             self.transport = ProcessGroupTransport(mesh.pp, len(self.stages), mesh.device, timeout=timeout)
         self.trainer = self._trainer()
 
-    def say(self, text: str) -> None:
+    def say(self, *lines: str) -> None:
         """Print on the first rank."""
         if self.mesh.is_first:
-            print(text, flush=True)
-
-    def say_all(self, lines: list[str]) -> None:
-        for line in lines:
-            self.say(line)
+            for line in lines:
+                print(line, flush=True)
 
     def _datasets(self) -> Datasets:
         """Each machine's first rank builds the indices, then the others find them in the cache."""
         config, prepared = self.config, self.prepared
-        datasets, self.classes = first_of_machine_first(
-            lambda: build_task_datasets(config, prepared.tokenizer),
-            self.mesh,
-            first=prepared.environment.local_rank == 0,
-        )
-        if self.classes is not None:
-            config.finetune.class_names = list(self.classes)  # so that checkpoints know
-        self.say_all(datasets.notes)
+        datasets = first_of_machine_first(self.task.datasets, self.mesh, first=prepared.environment.local_rank == 0)
+        self.say(*datasets.notes)
         for flag, value in (
             ("--save-best-adapter", config.peft.save_best_adapter),
             ("--eval-prompt", config.finetune.eval_prompt),
@@ -135,10 +121,9 @@ class Run:
     def _companions(self) -> dict[str, bytes]:
         """On the first rank the small files to write beside weights, read now: at the end they may be gone."""
         files: dict[str, bytes] = {}
-        if self.config.checkpoint.save or self.config.peft.save_adapter or self.config.peft.save_best_adapter:
-            conversations = self.datasets.conversations
-            read = lambda: files.update(companions(self.config, conversations=conversations))  # noqa: E731
-            on_first_rank(read, self.mesh.world)
+        if output_folders(self.config):
+            read = partial(companions, self.config, conversations=self.datasets.conversations)
+            on_first_rank(lambda: files.update(read()), self.mesh.world)
         return files
 
     def _model(self, *, without_values: bool) -> list[GPTStage]:
@@ -146,11 +131,10 @@ class Run:
         config = self.config
         recompute = Recompute.from_config(config.training)
         vocab_size, backend = self.prepared.vocab_size, self.prepared.backend
-        classes = None if self.classes is None else len(self.classes)
         stages = []
         for span in stage_spans(config)[self.mesh.pp.rank]:
             build = Build(config.model, self.mesh, self.precision, recompute=recompute, without_values=without_values)
-            stages.append(GPTStage(build, vocab_size, span, backend, classes))
+            stages.append(GPTStage(build, vocab_size, span, backend, self._outputs()))
         if config.finetune.load_hf is not None:
             self.base_names = base_names(config.finetune.load_hf, (name for name, _, _ in specs_of(stages)))
         if not without_values:
@@ -162,13 +146,19 @@ class Run:
         config = self.config
         if config.peft.peft == "none":
             return None
-        classes = None if self.classes is None else len(self.classes)
-        plan = plan_adapter(config.peft, config.model, self.prepared.vocab_size, self.mesh.world, classes)
+        rows, classes = self.prepared.vocab_size, self._outputs()
+        plan = plan_adapter(config.peft, config.model, rows, self.mesh.world, classes)
         plan.apply(self.stages, mesh=self.mesh, precision=self.precision, seed=config.training.seed)
         return plan
 
+    def _outputs(self) -> int | None:
+        """Classes of a classifier."""
+        return None if self.task.classes is None else len(self.task.classes)
+
     def _adapter_work(self) -> AdapterWork | None:
-        return None if self.adapter is None else self.adapter.work(self.config.model, head=self.classes is not None)
+        return (
+            None if self.adapter is None else self.adapter.work(self.config.model, head=self.task.classes is not None)
+        )
 
     def _initialize(self, pieces: Iterable[Piece]) -> None:
         """Fill what is held of the parameters, with zeros where values are loaded later."""
@@ -202,8 +192,8 @@ class Run:
             weights_only=weights_only,
             data=self.data_digests,
         )
-        self.say(f"loaded {found.path}" + (" (only weights)" if weights_only else f", iteration {state.iteration}"))
-        self.say_all(notes)
+        what = " (only weights)" if weights_only else f", iteration {state.iteration}"
+        self.say(f"loaded {found.path}{what}", *notes)
         return state
 
     def _fill_adapter(self, plan: AdapterPlan, base: CheckpointDirectory | None) -> None:
@@ -242,7 +232,7 @@ class Run:
             vocab_size=self.prepared.vocab_size,
             sharded=self.optimizer.sharding.parameters,
             base=None if base is None else published_name(base),
-            class_names=self.classes,
+            class_names=self.task.classes,
             beside=self.companions,
             flag=flag,
         )
@@ -257,10 +247,8 @@ class Run:
             self.say(f"saved the adapter in {directory}: validation loss {loss:.6g} is the lowest so far")
         prompts, length = self.prepared.prompts, self.config.data.seq_length
         if prompts is not None:
-            assert length is not None
             written = Continuations(self.mesh, evaluator, self.prepared.tokenizer, prompts, length).texts()
-            pairs = zip(prompts.texts, written, strict=True)
-            self.say_all([f"prompt: {text}\n  model: {answer}" for text, answer in pairs])
+            self.say(*(f"prompt: {p}\n  model: {answer}" for p, answer in zip(prompts.texts, written, strict=True)))
 
     def _load_base(self) -> None:
         """The weights of `--load-hf`, where it is given."""
@@ -268,7 +256,7 @@ class Run:
         if folder is None:
             return
         pieces = resume.entries(self.stages, self.optimizer, state=False)
-        load_base_model(folder, mesh=self.mesh, pieces=pieces, names=self.base_names, classes=self.classes)
+        load_base_model(folder, mesh=self.mesh, pieces=pieces, names=self.base_names, classes=self.task.classes)
         self.optimizer.parameters_loaded(with_state=False)
         self.say(f"loaded {folder} (weights in Hugging Face format)")
 
@@ -305,39 +293,34 @@ class Run:
         wait = torch.cuda.current_stream().synchronize if self.mesh.device.type == "cuda" else None
         return PipelineRuntime(self.executor, recorder, wait, self.transport)
 
-    def _dump(self, loss_scale: float) -> None:
-        assert self.config.training.dump_grads is not None
-        dump_gradients(self.config.training.dump_grads, self.optimizer, self.mesh, loss_scale)
-
     def _watched_step(self) -> StepRecord:
-        """A step whose memory is measured and told."""
-        sent = self.optimizer.transport.traffic.bytes_sent
-        count = self.config.microbatches_per_step(self.mesh.dp.size)
+        """A step whose memory is measured and reported."""
+        traffic, count = self.optimizer.transport.traffic, self.config.microbatches_per_step(self.mesh.dp.size)
+        sent, predicted = traffic.bytes_sent, None
         with PeakMemory(self.mesh.device) as memory:
             record = self.trainer.step()
             self.optimizer.settle()
-        self.say_all(
-            memory_report(
-                self.optimizer,
-                self.mesh,
-                peak=memory.peak,
-                sent=self.optimizer.transport.traffic.bytes_sent - sent,
-                frozen=sum(p.nbytes for stage in self.stages for p in stage.parameters() if not p.requires_grad),
-                predicted=None
-                if self.adapter is not None
-                else predicted_memory(self.config, self.stages, self.plan.training(count), self.mesh),
-                microbatches=count,
-            )
+        if self.adapter is None:
+            predicted = predicted_memory(self.config, self.stages, self.plan.training(count), self.mesh)
+        lines = memory_report(
+            self.optimizer,
+            self.mesh,
+            peak=memory.peak,
+            sent=traffic.bytes_sent - sent,
+            frozen=sum(p.nbytes for stage in self.stages for p in stage.parameters() if not p.requires_grad),
+            predicted=predicted,
+            microbatches=count,
         )
+        self.say(*lines)
         return record
 
     def _trainer(self) -> Trainer:
         config, mesh = self.config, self.mesh
-        recorder = None
+        recorder, folder = None, config.training.dump_grads
         if config.logging.timeline is not None:
             recorder = Timeline(config.logging.timeline, mesh.rank)
             self.optimizer.record(recorder.collective)
-        outputs = self.prepared.vocab_size if self.classes is None else len(self.classes)
+        outputs = self._outputs() or self.prepared.vocab_size
         return Trainer(
             config=config,
             mesh=mesh,
@@ -352,12 +335,13 @@ class Run:
             microbatches=self.feed.training(),
             timers=Timers(config.logging.timing_log_level, mesh.device),
             flops_per_token=partial(training_flops_per_token, config.model, outputs, adapter=self._adapter_work()),
-            on_first_gradients=self._dump if config.training.dump_grads is not None else None,
+            on_first_gradients=None if folder is None else partial(dump_gradients, folder, self.optimizer, mesh),
         )
 
     def loop(self) -> Loop:
         """The whole run, after the block that describes it."""
         config, mesh = self.config, self.mesh
+        evaluated = ("valid", "test") if config.validation.eval_iters > 0 else ()
         evaluator = Evaluator(
             config, mesh, self.executor, self._runtime(None), self.plan, self.feed.evaluation, self.decisions, self.say
         )
@@ -381,11 +365,7 @@ class Run:
             trainer=self.trainer,
             evaluator=evaluator,
             total_iterations=self.total_iterations,
-            splits=[
-                split
-                for split in ("valid", "test")
-                if getattr(self.datasets, split) is not None and config.validation.eval_iters > 0
-            ],
+            splits=[split for split in evaluated if getattr(self.datasets, split) is not None],
             sinks=make_sinks(config, self.total_iterations, self.state.iteration) if mesh.is_first else [],
             stops=StopRequests(config.training, mesh),
             profiler=Profiler(config.logging, Path(config.logging.tensorboard_dir or "profile"), mesh.rank),

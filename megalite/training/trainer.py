@@ -24,11 +24,10 @@ from megalite.optimizer.optimizer import Optimizer, StepResult
 from megalite.optimizer.schedule import BatchSchedule, Schedule
 from megalite.pipeline.runtime import PipelineRuntime
 from megalite.precision.loss_scaler import LossScaler
-from megalite.training.executor import GPTExecutor
+from megalite.training.diagnostics import Timers
+from megalite.training.executor import GPTExecutor, Plan
 from megalite.training.metrics import StepRecord
-from megalite.training.plan import Plan
-from megalite.training.state import TrainingState
-from megalite.training.timers import Timers
+from megalite.training.resume import TrainingState
 
 
 class NonFiniteError(UserError):
@@ -88,7 +87,6 @@ class Trainer:
 
     def _count(self, samples: int) -> int:
         """Microbatches of this rank in a global batch of `samples`."""
-        assert self.config.training.micro_batch_size is not None
         return samples // (self.config.training.micro_batch_size * self.mesh.dp.size)
 
     def _count_tokens(self, microbatches: list[Microbatch]) -> Tensor:
@@ -156,17 +154,17 @@ class Trainer:
             tokens_per_second=tokens / elapsed,
             tflops_per_device=tokens * self.flops_per_token(tokens / samples) / elapsed / self.mesh.world.size / 1e12,
             params_norm=self.optimizer.parameter_norm() if self.config.logging.log_params_norm else None,
-            zeros=zeros,
-            largest_norms=largest,
+            num_zeros=zeros,
+            largest_grad_norms=largest,
         )
 
-    def _largest_norms(self, loss_scale: float) -> tuple[tuple[str, float], ...]:
-        """The largest gradient norms and their parameters, as many as `--log-top-grad-norms` asks for."""
+    def _largest_norms(self, loss_scale: float) -> dict[str, float] | None:
+        """The largest gradient norms by parameter, as many as `--log-top-grad-norms` asks for."""
         count = self.config.logging.log_top_grad_norms
         if count == 0:
-            return ()
+            return None
         norms = self.optimizer.gradient_norms(loss_scale)
-        return tuple(sorted(norms.items(), key=lambda item: -item[1])[:count])
+        return dict(sorted(norms.items(), key=lambda item: -item[1])[:count])
 
     def _refuse(self, finite: bool, loss: float, result: StepResult) -> None:
         """Stop the run where a step can't be taken and skipping it isn't wanted or leads nowhere."""

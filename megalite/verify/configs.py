@@ -7,12 +7,12 @@ from dataclasses import fields, replace
 
 from megalite.config.check import check, not_built
 from megalite.config.errors import FlagError
+from megalite.config.fields import all_fields, put
 from megalite.config.resolve import resolve
 from megalite.config.schema import CheckpointConfig, LayoutConfig, LoggingConfig, RunConfig
 from megalite.training.prepare import run_problems
 
 WHERE_NOT_HOW = ("device", "threads_per_rank", "distributed_backend", "distributed_timeout_minutes")
-_RECOMPUTE = ("activations", "granularity", "method", "num_layers", "modules")
 
 
 def for_proof(config: RunConfig, steps: int) -> RunConfig:
@@ -21,14 +21,16 @@ def for_proof(config: RunConfig, steps: int) -> RunConfig:
     config = copy.deepcopy(config)
     config.precision = replace(config.precision, bf16=False, fp16=False, fp64=True, grad_reduce_in_bf16=False)
     config.layout.device, config.layout.threads_per_rank, config.layout.distributed_backend = "cpu", 1, None
+    for field in all_fields().values():
+        if field.writes:
+            put(config, field.path, None)
     config.checkpoint, config.logging = _starting_weights(config.checkpoint), LoggingConfig()
-    config.peft.save_adapter = config.peft.save_best_adapter = config.finetune.eval_prompt = None
+    config.finetune.eval_prompt = None
     config.data.num_workers = 0
     config.validation.eval_iters = 0
     config.finetune.train_epochs = None
     if config.training.train_samples is None:
         config.training.train_iters = max(steps, config.training.train_iters or 0)
-    config.training.dump_grads = None
     config.training.nan_action = "stop"
     # Fused kernels drop out from a stream of their own, and their choice is the GPU's: the plain one is the proof.
     config.model.attention_backend = "unfused" if config.model.attention_dropout else "auto"
@@ -47,24 +49,25 @@ def on_one_process(config: RunConfig) -> RunConfig:
     config = copy.deepcopy(config)
     kept = {name: getattr(config.layout, name) for name in WHERE_NOT_HOW}
     config.layout = LayoutConfig(**kept)
-    for name in _RECOMPUTE:
-        field = next(f for f in fields(config.training) if f.name == f"recompute_{name}")
-        setattr(config.training, field.name, field.default)
+    for field in fields(config.training):
+        if field.name.startswith("recompute_"):
+            setattr(config.training, field.name, field.default)
     return config
 
 
 def checked(config: RunConfig, world_size: int) -> RunConfig:
     """With all derived values; a FlagError says what is wrong with the flags. Schedules are not looked at."""
-    problems = check(config, world_size) + not_built(config)
-    if problems:
-        raise FlagError("\n".join(problems))
+    _refuse(check(config, world_size) + not_built(config))
     return resolve(config, world_size)
 
 
 def resolved(config: RunConfig, world_size: int) -> RunConfig:
     """As `checked`; also the length of the run and its schedule's microbatches are right."""
     result = checked(config, world_size)
-    problems = run_problems(result, world_size)
+    _refuse(run_problems(result, world_size))
+    return result
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise FlagError("\n".join(problems))
-    return result

@@ -8,16 +8,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megalite.config.fields import all_fields, get
+from megalite.config.fields import all_fields, get, given
 from megalite.config.schema import RunConfig, TokenizerConfig
 
 _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
 _TOKENIZER_FILES = ("vocab_file", "merge_file", "tokenizer_model")
-_PLACES = (
-    *(f"checkpoint.{name}" for name in ("save", "load", "pretrained_checkpoint")),
-    *(f"logging.{name}" for name in ("tensorboard_dir", "wandb_project", "metrics_file", "timeline", "profile")),
-    *("peft.save_adapter", "peft.save_best_adapter", "finetune.eval_prompt", "finetune.train_epochs"),
-    "training.dump_grads",
+# What a proof doesn't use, besides what a run writes.
+_UNUSED = (
+    *("checkpoint.load", "checkpoint.pretrained_checkpoint", "logging.wandb_project", "logging.profile"),
+    *("finetune.eval_prompt", "finetune.train_epochs"),
 )
 _VOCABULARY = 32000  # ids, where nothing says how many
 
@@ -41,7 +40,7 @@ def replace_absent_files(config: RunConfig) -> list[str]:
     absent = [path for path in paths if get(config, path) is not None and not _all_there(config, path)]
     if not absent:
         return []
-    note = f"{_shown(config, absent)}: no such file, so generated data and tokens replace data and tokenizer"
+    note = f"{', '.join(given(config, *absent))}: no such file, so generated data and tokens replace data and tokenizer"
     rows = config.model.model_vocab_size
     use_made_data(config, config.tokenizer.vocab_size or (rows - 1 if rows else _VOCABULARY))
     return [note]
@@ -59,17 +58,13 @@ def replaced_note(config: RunConfig) -> list[str]:
     """What a shrunk proof doesn't read."""
     paths = [*(f"data.{name}" for name in _SOURCES), *(f"tokenizer.{name}" for name in _TOKENIZER_FILES)]
     paths += ["finetune.sft_data", "finetune.sft_valid_data"]
-    given = [path for path in paths if get(config, path) is not None]
-    return [f"{_shown(config, given)}: not read, since --shrink uses generated data and tokens"] if given else []
+    shown = ", ".join(given(config, *paths))
+    return [f"{shown}: not read, since --shrink uses generated data and tokens"] if shown else []
 
 
 def unused_note(config: RunConfig, proof: RunConfig) -> list[str]:
     """What was given to a run, `config`, and its `proof` neither reads nor writes."""
-    given = [path for path in _PLACES if get(config, path) and not get(proof, path)]
+    paths = [each.path for each in all_fields().values() if each.writes or each.path in _UNUSED]
+    shown = ", ".join(given(config, *(path for path in paths if not get(proof, path))))
     why = "a proof doesn't save, resume or report, and takes only a few steps"
-    return [f"{_shown(config, given)}: not used, since {why}"] if given else []
-
-
-def _shown(config: RunConfig, paths: list[str]) -> str:
-    fields = all_fields()
-    return ", ".join(fields[path].show(get(config, path)) for path in paths)
+    return [f"{shown}: not used, since {why}"] if shown else []

@@ -7,26 +7,26 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from megalite.config.errors import FlagError
-from megalite.config.resolve import virtual_stages
+from megalite.config.resolve import shards, virtual_stages
 from megalite.config.schema import LayoutConfig, RunConfig
-from megalite.config.schema_peft import PeftConfig
+from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.launch import Environment
 from megalite.distributed.pool import ProcessPool
 from megalite.estimate.memory import estimate_memory, machine_memory
 from megalite.estimate.model import count_parameters
 from megalite.training.prepare import prepare_config
-from megalite.verify.compare import Difference
 from megalite.verify.configs import checked, for_proof
 from megalite.verify.layouts import Variant, variants
-from megalite.verify.proof import Prover
+from megalite.verify.proof import Difference, Prover
 from megalite.verify.replace import replace_absent_files, replaced_note, unused_note, use_made_data
-from megalite.verify.small import for_matrix, shards, shrink, small_layout
+from megalite.verify.small import for_matrix, shrink, small_layout
 
 _PRELOADED = ["megalite.training.run"]
 _SHOWN = 12  # parameters listed
@@ -95,7 +95,7 @@ def prove_one(config: RunConfig, size: Size, *, steps: int, tolerance: float, no
         run = prepare_config(run, Environment(0, world, 0, world)).config
         _announce(f"{world} processes will start on {_cores()} CPU cores: {text}{_from(asked, config)}", notes)
         with ProcessPool(world, preload=_PRELOADED) as pool:
-            difference = Prover(pool, steps, progress=_progress).prove(config, world)
+            difference = Prover(pool, steps, progress=partial(print, file=sys.stderr, flush=True)).prove(config, world)
     row = Row(text, world, difference, difference.worst <= tolerance)
     _print_row(row, f"{steps} steps in float64{_trained(run.peft)}", tolerance)
     return [row]
@@ -110,17 +110,16 @@ def _print_row(row: Row, what: str, tolerance: float) -> None:
     more = len(difference.parameters) - _SHOWN
     if more > 0:
         print(f"  and {more} more gradients with smaller or equal differences")
-    print(_verdict(row, tolerance))
+    if row.equal:
+        print(f"EQUAL within {tolerance:g}" + (", losses and norms bit for bit" if difference.bitwise else ""))
+    else:
+        print(f"NOT EQUAL: {difference.worst:.3g} is above {tolerance:g}")
 
 
 def _announce(line: str, notes: Sequence[str]) -> None:
     print(line, flush=True)
     for note in notes:
         print(note, file=sys.stderr)
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _cores() -> int:
@@ -197,12 +196,6 @@ def _trained(peft: PeftConfig) -> str:
     if peft.peft == "lora":
         return ", LoRA (B starts from random numbers, so that A's gradient isn't zero)"
     return "" if peft.peft == "none" else f", {peft.peft} tuning"
-
-
-def _verdict(row: Row, tolerance: float) -> str:
-    if row.equal:
-        return f"EQUAL within {tolerance:g}" + (", losses and norms bit for bit" if row.difference.bitwise else "")
-    return f"NOT EQUAL: {row.difference.worst:.3g} is above {tolerance:g}"
 
 
 def prove_matrix(

@@ -6,19 +6,21 @@ Key idea: a fault of a layout shows as soon as an axis is there at all, so each 
 from __future__ import annotations
 
 import copy
+import json
+import random
 from pathlib import Path
 
 from megalite.config.errors import FlagError
-from megalite.config.resolve import parse_window, pipeline_units, virtual_stages
+from megalite.config.resolve import parse_window, pipeline_units, shards, virtual_stages
 from megalite.config.schema import CheckpointConfig, LayoutConfig, RunConfig, TokenizerConfig
 from megalite.config.schema_finetune import FinetuneConfig
 from megalite.verify.configs import WHERE_NOT_HOW
 from megalite.verify.layouts import Variant
 from megalite.verify.replace import use_made_data
-from megalite.verify.samples import write_samples
 
 _VIRTUAL = ("prefix", "prompt")
 _SMALL_VOCABULARY = 130
+_SAMPLES = 64
 
 _TENSOR, _STAGES, _CHUNKS = 2, 4, 2  # four stages: the first, the last, and two that pass on to each other
 _LAPTOP = 8  # processes
@@ -44,12 +46,6 @@ def small_layout(config: RunConfig) -> LayoutConfig:
     return layout
 
 
-def shards(config: RunConfig) -> bool:
-    """Whether data-parallel ranks share out state."""
-    strategy = config.layout.data_parallel_sharding_strategy
-    return config.layout.use_distributed_optimizer or strategy not in (None, "no_shard")
-
-
 def shrink(
     config: RunConfig, data_parallel_size: int, folder: Path | None = None, layout: LayoutConfig | None = None
 ) -> RunConfig:
@@ -61,7 +57,6 @@ def shrink(
         config.layout = copy.deepcopy(layout)
     model, training, rate = config.model, config.training, config.learning_rate
     tp, pp = config.layout.tensor_model_parallel_size, config.layout.pipeline_model_parallel_size
-    assert model.num_attention_heads
     _small_heads(config, copied=given.layout.tensor_model_parallel_size > model.num_query_groups)
     _small_stages(config, given)
     _small_batch(config, 16 * tp * config.layout.context_parallel_size, folder)
@@ -75,7 +70,6 @@ def shrink(
 def _small_heads(config: RunConfig, *, copied: bool) -> None:
     """Few heads of width 8. `copied`: more tensor-parallel ranks than key/value heads, which hold copies of them."""
     model, tp = config.model, config.layout.tensor_model_parallel_size
-    assert model.num_attention_heads
     share = min(model.num_attention_heads // model.num_query_groups, 4)
     groups = min(model.num_query_groups, max(tp, 2))
     if copied:
@@ -138,6 +132,29 @@ def _small_finetuning(config: RunConfig, length: int, folder: Path | None) -> No
         peft.num_virtual_tokens = 4 * config.layout.tensor_model_parallel_size
     if peft.prompt_init_text is not None:
         peft.prompt_init_text = "3 1 4"
+
+
+def write_samples(folder: Path, task: str, *, length: int, vocab_size: int) -> str:
+    """Write a file of prompts and completions, or with the task `classification` of texts and three labels, into
+    `folder`; its path. Texts have up to `length` tokens, end of document included, and ids below `vocab_size`.
+
+    Texts are ids in decimal, NullTokenizer's words, of many lengths: so batches are cut to their longest sample, packs
+    hold several, and microbatches differ in how many of their tokens count.
+    """
+    draw = random.Random(f"{task} {length}")
+
+    def words(longest: int) -> str:
+        return " ".join(str(draw.randrange(vocab_size)) for _ in range(draw.randint(1, longest)))
+
+    path = folder / f"{task}.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(_SAMPLES):
+            if task == "classification":
+                sample = {"text": words(length), "label": number % 3}
+            else:
+                sample = {"prompt": words(length // 2), "completion": f" {words(length // 2 - 1)}"}
+            file.write(json.dumps(sample) + "\n")
+    return str(path)
 
 
 def for_matrix(config: RunConfig, variant: Variant, folder: Path | None = None) -> RunConfig:

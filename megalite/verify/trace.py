@@ -22,7 +22,7 @@ from megalite.distributed import random
 from megalite.distributed.launch import Environment
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import ZEROS
-from megalite.training.dump import gather_gradients
+from megalite.training.diagnostics import gather_gradients
 from megalite.training.prepare import prepare_config
 from megalite.training.run import Run
 

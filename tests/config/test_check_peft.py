@@ -12,7 +12,7 @@ from megalite.config.entry import Loaders, read_config
 from megalite.config.errors import FlagError
 from megalite.config.fields import section_names
 from megalite.config.schema import DataConfig, LearningRateConfig, ModelConfig, RunConfig, TrainingConfig
-from megalite.config.schema_peft import PeftConfig
+from megalite.config.schema_finetune import PeftConfig
 from tests.config.launch_lists import SMALL
 
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from megalite.config.check_positions import yarn_turns
-from megalite.config.entry import read_config
+from megalite.config.check_network import yarn_turns
+from megalite.config.entry import SMALLEST, read_config
 from megalite.config.errors import FlagError
 from megalite.config.fields import FINETUNING, all_fields, get, section_names
 from megalite.config.flags import (
@@ -25,7 +25,6 @@ from megalite.config.flags import (
 )
 from megalite.config.presets import preset_fields
 from megalite.config.schema import ModelConfig, RunConfig, TokenizerConfig
-from megalite.config.smallest import SMALLEST
 
 
 def parse(*argv: str) -> tuple[RunConfig, set[str], list[str]]:
@@ -190,7 +189,7 @@ def test_pretraining_names_the_program_that_has_fine_tunings_flags() -> None:
 def test_help_loads_neither_torch_nor_numpy() -> None:
     code = """
 import sys
-from megalite.config.entry import read_config
+from megalite.config.entry import SMALLEST, read_config
 try:
     read_config(["--help"], "pretrain_gpt.py", "Pretrain.", 1)
 except SystemExit as stop:

@@ -16,13 +16,13 @@ from megalite.config.flags import build_parser, explicit_fields, parse_namespace
 from megalite.config.megatron_flags import (
     IGNORED,
     current_flags,
-    document,
     earlier_flags,
     foreign_values,
     honoured_fields,
     shorthands,
 )
 from megalite.config.schema import RunConfig
+from tests.helpers import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -221,4 +221,4 @@ def test_no_position_embedding_goes_with_rotary_or_none_alone() -> None:
 
 def test_the_committed_document_is_current() -> None:
     committed = (ROOT / "docs" / "megatron_flags.md").read_text(encoding="utf-8")
-    assert committed == document(), "run: python -m megalite.config.megatron_flags > docs/megatron_flags.md"
+    assert committed == load_tool(ROOT / "docs" / "megatron_flags.py").document(), "run: python docs/megatron_flags.py"

@@ -17,92 +17,17 @@ from megalite.config.resolve import data_parallel_size, drop_idle, parse_split, 
 from megalite.config.schema import LayoutConfig, ModelConfig, RunConfig
 from tests.config.launch_lists import GPT3_175B, LLAMA3_8B, SMALL
 
-# Fields that may stay None: nothing was asked for, or only the machine or the tokenizer knows.
-MAY_BE_NONE = {
-    "model.preset",
-    "model.rotary_seq_len_interpolation_factor",
-    "model.rope_attention_factor",
-    "model.yarn_beta_fast",
-    "model.yarn_beta_slow",
-    "model.yarn_mscale",
-    "model.yarn_mscale_all_dim",
-    "model.longrope_short_factor",
-    "model.longrope_long_factor",
-    "model.window_size",
-    "model.model_vocab_size",
-    "layout.num_layers_per_virtual_pipeline_stage",
-    "layout.microbatch_group_size_per_virtual_pipeline_stage",
-    "layout.decoder_first_pipeline_num_layers",
-    "layout.decoder_last_pipeline_num_layers",
-    "layout.distributed_backend",
-    "layout.ddp_bucket_size",
-    "layout.threads_per_rank",
-    "training.rampup_batch_size",
-    "training.step_batch_size_schedule",
-    "training.train_samples",
-    "training.exit_interval",
-    "training.exit_duration_in_mins",
-    "training.recompute_granularity",
-    "training.recompute_method",
-    "training.recompute_num_layers",
-    "training.recompute_modules",
-    "training.dump_grads",
-    "learning_rate.lr_decay_samples",
-    "learning_rate.lr_wsd_decay_iters",
-    "learning_rate.lr_wsd_decay_samples",
-    "learning_rate.lr_warmup_fraction",
-    "learning_rate.decoupled_lr",
-    "learning_rate.decoupled_min_lr",
-    "precision.loss_scale",
-    "precision.fp8_format",
-    "data.data_path",
-    "data.train_data_path",
-    "data.valid_data_path",
-    "data.test_data_path",
-    "data.data_args_path",
-    "data.data_cache_path",
-    "finetune.load_hf",
-    "finetune.sft_data",
-    "finetune.sft_valid_data",
-    "finetune.chat_template",
-    "finetune.class_names",
-    "finetune.eval_prompt",
-    "finetune.train_epochs",
-    "peft.lora_target_modules",
-    "peft.prefix_hidden_size",
-    "peft.prompt_init_text",
-    "peft.save_adapter",
-    "peft.save_best_adapter",
-    "peft.load_adapter",
-    "tokenizer.tokenizer_model",
-    "tokenizer.tiktoken_pattern",
-    "tokenizer.vocab_file",
-    "tokenizer.merge_file",
-    "checkpoint.save",
-    "checkpoint.save_interval",
-    "checkpoint.save_retain_interval",
-    "checkpoint.keep_last_checkpoints",
-    "checkpoint.load",
-    "checkpoint.ckpt_step",
-    "checkpoint.pretrained_checkpoint",
-    "validation.eval_interval",
-    "logging.tensorboard_dir",
-    "logging.wandb_project",
-    "logging.wandb_exp_name",
-    "logging.metrics_file",
-    "logging.timeline",
-    "finetune.ignore_config_field",
-}
-
 
 def given(*more: str, base: str = SMALL) -> RunConfig:
     return parse_flags([*base.split(), *more], "p", "d")[0]
 
 
-def test_nothing_that_a_run_needs_is_none() -> None:
-    resolved = resolve(given(), 1)
-    for path in all_fields():
-        assert (get(resolved, path) is not None) or path in MAY_BE_NONE, path
+def test_what_every_run_has_is_never_none_once_resolved() -> None:
+    for config, world_size in ((given(), 1), (given(base=GPT3_175B), 1024), (given(base=LLAMA3_8B), 8)):
+        resolved = resolve(config, world_size)
+        assert [
+            path for path, field in all_fields().items() if not field.optional and get(resolved, path) is None
+        ] == []
 
 
 def test_the_given_configuration_is_left_alone() -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -31,6 +32,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megalite.config.errors import FlagError
+from megalite.distributed.launch import Environment
+from megalite.training.prepare import prepare
 from tests.helpers import PRELOADED
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -164,6 +168,14 @@ def _work(
     from tests.e2e import faults
 
     faults.main(fault, Path(argv[0]).stem)
+
+
+def refusal(flags: str, processes: int = 1, *, sections: list[str] | None = None) -> str:
+    """What the flags of a run are refused with before any process group exists; in this process."""
+    environment = Environment(0, processes, 0, processes)
+    with pytest.raises(FlagError) as raised:
+        prepare(shlex.split(flags), environment, program="pretrain_gpt.py", description="", sections=sections)
+    return str(raised.value)
 
 
 # --------------------------------------------------------------------------------------------------- real processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from megalite.files.owner import OWNER, owning
 from tests.data.token_files import random_documents, write_tokens
-from tests.e2e.runs import MICRO, MOCK, Outcome, checkpoint, checkpoint_tensors, newest, run, steps
+from tests.e2e.runs import MICRO, MOCK, Outcome, checkpoint, checkpoint_tensors, newest, refusal, run, steps
 
 FILES = MICRO.replace(MOCK, "").replace("--vocab-size 46", "--vocab-size 130")
 """A network for the token files of the tests: 130 ids and EOD."""
@@ -40,32 +41,26 @@ def corpus(tmp_path: Path) -> Path:
     return Path(write_tokens(tmp_path / "corpus", random_documents(60)))
 
 
-def test_a_missing_prefix(tmp_path: Path) -> None:
-    refused(f"{FILES} --data-path {tmp_path}/none --split 1,0,0", 2, "--data-path", f"{tmp_path}/none.idx")
-    assert list(tmp_path.iterdir()) == []
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
 
 
-def test_a_missing_bin_file(corpus: Path) -> None:
-    corpus.with_suffix(".bin").unlink()
-    refused(f"{FILES} --data-path {corpus} --split 1,0,0", 2, "--data-path", f"{corpus}.bin")
-
-
-def test_a_truncated_bin_file(corpus: Path) -> None:
-    binary = corpus.with_suffix(".bin")
-    binary.write_bytes(binary.read_bytes()[:-100])
-    refused(f"{FILES} --data-path {corpus} --split 1,0,0", 2, f"{corpus}.bin")
-
-
-def test_an_index_with_a_wrong_magic(corpus: Path) -> None:
-    index = corpus.with_suffix(".idx")
-    index.write_bytes(b"NOTANIDX\0" + index.read_bytes()[9:])
-    refused(f"{FILES} --data-path {corpus} --split 1,0,0", 2, f"{corpus}.idx")
-
-
-def test_a_truncated_index(corpus: Path) -> None:
-    index = corpus.with_suffix(".idx")
-    index.write_bytes(index.read_bytes()[:60])
-    refused(f"{FILES} --data-path {corpus} --split 1,0,0", 2, f"{corpus}.idx")
+@pytest.mark.parametrize(
+    ("damage", "suffix"),
+    [
+        pytest.param(lambda prefix: prefix.with_suffix(".idx").unlink(), ".idx", id="no index"),
+        pytest.param(lambda prefix: prefix.with_suffix(".bin").unlink(), ".bin", id="no tokens"),
+        pytest.param(lambda prefix: cut(prefix.with_suffix(".bin"), 100), ".bin", id="truncated tokens"),
+        pytest.param(lambda prefix: cut(prefix.with_suffix(".idx"), 60), ".idx", id="truncated index"),
+        pytest.param(lambda prefix: prefix.with_suffix(".idx").write_bytes(b"NOTANIDX" * 99), ".idx", id="wrong magic"),
+    ],
+)
+def test_a_damaged_file_of_tokens_is_named(damage: Callable[[Path], object], suffix: str, corpus: Path) -> None:
+    damage(corpus)
+    before = listing(corpus.parent)
+    message = refusal(f"{FILES} --data-path {corpus} --split 1,0,0")
+    assert "--data-path" in message and f"{corpus}{suffix}" in message
+    assert listing(corpus.parent) == before
 
 
 def test_a_corpus_shorter_than_one_sample_is_repeated_and_an_empty_one_refused(tmp_path: Path) -> None:
@@ -91,7 +86,8 @@ def test_an_empty_split(tmp_path: Path) -> None:
 
 
 def test_a_split_of_nothing_for_training(corpus: Path) -> None:
-    refused(f"{FILES} --data-path {corpus} --split 0,1,1", 2, "train", "--split")
+    message = refusal(f"{FILES} --data-path {corpus} --split 0,1,1")
+    assert "train" in message and "--split" in message
 
 
 def test_a_vocabulary_too_small_for_the_data(corpus: Path) -> None:
@@ -118,7 +114,7 @@ def test_a_vocabulary_too_small_for_a_late_token(tmp_path: Path) -> None:
 def test_a_tokenizer_file_that_is_not_there(tmp_path: Path, corpus: Path) -> None:
     for kind in ("SentencePieceTokenizer", "HuggingFaceTokenizer"):
         flags = f"--tokenizer-type {kind} --tokenizer-model {tmp_path}/no.model --data-path {corpus} --split 1,0,0"
-        refused(f"{FILES} {flags}", 2, f"{tmp_path}/no.model")
+        assert f"{tmp_path}/no.model" in refusal(f"{FILES} {flags}")
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
@@ -214,11 +210,6 @@ def test_a_step_that_was_never_saved(saved: Path) -> None:
     refused(f"{MICRO} --load {saved} --ckpt-step 7", 1, "--ckpt-step 7", "1, 2")
 
 
-def test_a_folder_to_save_in_that_can_not_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    refused(f"{MICRO} --save {tmp_path}/file/under --save-interval 2", 2, "--save", f"{tmp_path}/file/under")
-
-
 def test_a_folder_that_another_run_saves_in(tmp_path: Path) -> None:
     with owning(tmp_path / OWNER, "--save of this test"):
         before = listing(tmp_path)
@@ -243,4 +234,5 @@ def test_the_checkpoint_of_the_fixture_is_whole(saved: Path) -> None:
 )
 def test_a_place_for_output_that_can_not_be_made(flag: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    refused(f"{MICRO} --train-iters 1 {flag.format(tmp_path)}", 2, flag.split()[0], f"{tmp_path}/file")
+    message = refusal(f"{MICRO} --train-iters 1 {flag.format(tmp_path)}")
+    assert flag.split()[0] in message and f"{tmp_path}/file" in message

@@ -16,7 +16,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megalite.checkpoint.huggingface.export import megalite_to_huggingface
 from megalite.checkpoint.storage import find_checkpoint
-from megalite.config.errors import FlagError
 from megalite.config.fields import section_names
 from megalite.data.packing import TokenSequences
 from megalite.data.sft import SftOptions, SftReader
@@ -27,6 +26,7 @@ from megalite.peft.merge import merge_adapter
 from megalite.training.prepare import prepare
 from tests.checkpoint.huggingface import folders
 from tests.data.chat_files import chat_tokenizer, pairs, write_lines
+from tests.e2e import runs
 from tests.e2e.runs import (
     TOLERANCE,
     Outcome,
@@ -281,11 +281,7 @@ def test_a_classifier_of_another_number_of_classes_is_refused(labels: str, tmp_p
 
 
 def refusal(flags: str) -> str:
-    """What is said before any process group exists."""
-    argv = (COMMON + flags).split()
-    with pytest.raises(FlagError) as raised:
-        prepare(argv, Environment(), program="finetune.py", description="", sections=section_names())
-    return str(raised.value)
+    return runs.refusal(COMMON + flags, sections=section_names())
 
 
 def test_a_tokenizer_without_template_or_end_is_refused_before_processes_meet(answers: str, tmp_path: Path) -> None:

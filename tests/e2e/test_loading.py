@@ -198,9 +198,3 @@ def test_use_checkpoint_args_takes_the_network_and_the_command_line_wins(fp32_so
     assert stored["model"]["hidden_dropout"] == 0.0
     assert stored["model"]["attention_dropout"] == 0.1
     assert stored["model"]["num_layers"] == 2 and stored["tokenizer"]["vocab_size"] == 46
-
-
-def test_use_checkpoint_args_without_a_checkpoint_needs_the_flags(tmp_path: Path) -> None:
-    outcome = run(f"{MICRO_RUN} --load {tmp_path} --use-checkpoint-args", check=False)
-    assert outcome.code == 2
-    assert "--num-layers" in outcome.err

@@ -140,13 +140,6 @@ def test_a_float16_overflow_lowers_the_scale_by_hysteresis(tmp_path: Path) -> No
     assert all(math.isfinite(step["grad_norm"]) for step in recorded[bad:] if not step["skipped"])
 
 
-def test_a_float16_scale_grows_after_a_window_of_good_steps(tmp_path: Path) -> None:
-    metrics = tmp_path / "m.jsonl"
-    flags = "--fp16 --initial-loss-scale 1024 --loss-scale-window 3 --train-iters 8"
-    run(f"{MICRO} {flags} --metrics-file {metrics}")
-    assert [step["loss_scale"] for step in steps(metrics)] == [1024.0] * 3 + [2048.0] * 3 + [4096.0] * 2
-
-
 def test_a_fixed_float16_scale_stays_and_changes_no_result(tmp_path: Path) -> None:
     for scale in (256, 1024):
         run(f"{MICRO} --fp16 --loss-scale {scale} --metrics-file {tmp_path}/{scale}.jsonl")

@@ -255,9 +255,3 @@ def test_without_the_flags_there_are_no_timers_norms_or_zeros(tmp_path: Path) ->
     assert "time per iteration (ms) |" not in outcome.out
     assert set(steps(tmp_path / "deep" / "er" / "m.jsonl")[0]).isdisjoint({"params_norm", "num_zeros"})
     assert outcome.err == ""
-
-
-def test_ignored_flags_are_told_once_each() -> None:
-    outcome = run(f"{MICRO} --train-iters 1 --use-mcore-models --transformer-impl local --sgd-momentum 0.5", 2)
-    for flag in ("--use-mcore-models", "--transformer-impl", "--sgd-momentum"):
-        assert sum(flag in line for line in (outcome.out + outcome.err).splitlines()) == 1

@@ -19,7 +19,6 @@ from tests.e2e.runs import (
     evaluations,
     largest_difference,
     newest,
-    program,
     run,
     steps,
     training_state,
@@ -106,17 +105,6 @@ def test_dropout_on_tensor_parallel_ranks_survives_a_resume_and_any_number_of_wo
         assert_same_checkpoint(checkpoint(resumed.parent, 10), checkpoint(straight.parent, 10))
 
 
-@pytest.mark.slow
-def test_the_real_program_resumes_bitwise(tmp_path: Path) -> None:
-    """The same with processes started by hand, so that nothing could be left over from the first."""
-    flags = f"{MICRO} --num-workers 2 --save-interval 5 "
-    run(f"{flags} --save {tmp_path}/a --metrics-file {tmp_path}/a.jsonl")
-    program(f"{flags} --save {tmp_path}/b --metrics-file {tmp_path}/b.jsonl --exit-interval 5")
-    program(f"{flags} --save {tmp_path}/b --metrics-file {tmp_path}/b.jsonl --load {tmp_path}/b")
-    assert written(tmp_path / "b.jsonl") == written(tmp_path / "a.jsonl")
-    assert_same_checkpoint(checkpoint(tmp_path / "b", 10), checkpoint(tmp_path / "a", 10))
-
-
 def test_resuming_again_and_again_changes_nothing(tmp_path: Path) -> None:
     straight = go("", tmp_path / "straight")
     for end in (2, 3, 7, 10):
@@ -124,14 +112,6 @@ def test_resuming_again_and_again_changes_nothing(tmp_path: Path) -> None:
         assert newest(tmp_path / "resumed") == end
     assert written(resumed, *ALL_FIELDS) == written(straight, *ALL_FIELDS)
     assert_same_checkpoint(checkpoint(tmp_path / "resumed", 10), checkpoint(tmp_path / "straight", 10))
-
-
-def test_a_run_that_is_finished_does_nothing_more(tmp_path: Path) -> None:
-    metrics = go("", tmp_path)
-    before = metrics.read_text(), checkpoint_tensors(checkpoint(tmp_path, 10))
-    go("", tmp_path)
-    assert metrics.read_text() == before[0]
-    assert newest(tmp_path) == 10
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 4)])
@@ -192,16 +172,6 @@ def test_evaluation_logging_and_saving_change_nothing(tmp_path: Path) -> None:
     assert written(busy, *ALL_FIELDS) == written(plain, *ALL_FIELDS)
     a, b = (checkpoint_tensors(checkpoint(tmp_path / name, 10)) for name in ("plain", "busy"))
     assert all(a[name].equal(b[name]) for name in a)
-
-
-def test_the_first_resumed_step_has_the_exact_learning_rate(tmp_path: Path) -> None:
-    """Linear warm-up over 4 of 10 steps, then a cosine; a step uses the rate after the samples before it."""
-    flags = "--lr 1e-3 --lr-decay-style linear --lr-warmup-iters 4 --min-lr 0"
-    go(f"{flags} --exit-interval 5", tmp_path)
-    metrics = go(flags, tmp_path)
-    rates = [step["learning_rate"] for step in steps(metrics)]
-    expected = [1e-3 * k / 4 for k in range(5)] + [1e-3 * (10 - k) / 6 for k in range(5, 10)]
-    assert rates == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
 
 def test_a_chosen_step_is_resumed(tmp_path: Path) -> None:

@@ -19,9 +19,8 @@ from megalite.nn.module import Build, initialize, specs_of
 from megalite.nn.recompute import Recompute
 from megalite.pipeline.lowering import COMMUNICATION
 from megalite.pipeline.schedules import BACKWARD_WEIGHT, FORWARD
-from megalite.training.executor import HIDDEN, GPTExecutor
+from megalite.training.executor import HIDDEN, GPTExecutor, Plan
 from megalite.training.memory import PeakMemory
-from megalite.training.plan import Plan
 from megalite.training.report import predicted_memory
 from tests.helpers import FP32, LLAMA, VOCABULARY, FixedSink, data_mesh, tiny_config, tiny_tokens
 

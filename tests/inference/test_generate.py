@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.errors import UserError
-from megalite.config.schema_peft import PeftConfig
+from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.inference import generate as room
 from megalite.inference.generate import PaddedBatch, generate, stream, visible_keys

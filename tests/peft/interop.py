@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalite.checkpoint.huggingface.config import read_huggingface_config
 from megalite.config.schema import LayoutConfig, PrecisionConfig, RunConfig
-from megalite.config.schema_peft import PeftConfig
+from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.param_spec import Init
 from megalite.distributed.pieces import Piece, whole

@@ -14,7 +14,7 @@ from megalite.distributed.mesh import Mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.nn.module import specs_of
 from megalite.peft.adapter import gather, save_adapter
-from megalite.training.dump import gather_gradients
+from megalite.training.diagnostics import gather_gradients
 from megalite.training.prepare import prepare_config
 from megalite.training.run import Run
 from megalite.verify.configs import resolved

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.config.schema_peft import PeftConfig
+from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed import random
 from megalite.distributed.mesh import single_process_mesh
 from megalite.models.gpt import GPTStage

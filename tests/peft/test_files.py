@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megalite.config.errors import FlagError, UserError
-from megalite.config.schema_peft import PeftConfig
+from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.peft.adapter import plan_adapter
 from megalite.peft.convert import from_peft

@@ -10,7 +10,7 @@ import torch
 
 from megalite.config.errors import UserError
 from megalite.config.schema import RunConfig
-from megalite.config.schema_peft import PeftConfig
+from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.param_spec import check_tiling

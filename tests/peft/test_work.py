@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.checkpoint.huggingface.config import read_huggingface_config
-from megalite.config.schema_peft import PeftConfig
+from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.peft.adapter import AdapterPlan, plan_adapter
 from megalite.peft.files import settle

@@ -16,9 +16,8 @@ from megalite.config.flags import build_parser, parse_namespace, read_run
 from megalite.config.schema import RunConfig
 from megalite.distributed.pool import ProcessPool
 from megalite.verify import report
-from megalite.verify.compare import Difference
 from megalite.verify.configs import for_proof, resolved
-from megalite.verify.proof import Prover
+from megalite.verify.proof import Difference, Prover
 from megalite.verify.small import shrink, small_layout
 from tests.config.launch_lists import (
     GPT3_175B,

@@ -17,7 +17,7 @@ from megalite.distributed.launch import Environment
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pool import ProcessPool
-from megalite.training import evaluate
+from megalite.training import evaluation
 from megalite.training.metrics import StepRecord
 from megalite.training.prepare import Prepared, prepare_config
 from megalite.training.run import Run
@@ -141,7 +141,7 @@ def test_a_resume_whose_end_lies_behind_it_says_so_with_the_flag(
 def test_a_long_evaluation_tells_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate, "PROGRESS_SECONDS", -1.0)
+    monkeypatch.setattr(evaluation, "PROGRESS_SECONDS", -1.0)
     finish(prepared(eval_iters=2, train_iters=1))
     out = capsys.readouterr().out
     assert "valid: 1 of at most 2 global batches evaluated" in out and "valid: 2 of at most 2" in out

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megalite.config.schema import LayoutConfig, LearningRateConfig, ModelConfig, RunConfig, TokenizerConfig
-from megalite.config.schema_finetune import FinetuneConfig
-from megalite.config.schema_peft import PeftConfig
+from megalite.config.schema_finetune import FinetuneConfig, PeftConfig
 from megalite.verify.configs import for_proof
 from megalite.verify.layouts import Variant
 from megalite.verify.small import for_matrix

@@ -18,10 +18,8 @@ from megalite.checkpoint.huggingface.classes import read_classes
 from megalite.checkpoint.huggingface.fields import Fields
 from megalite.checkpoint.huggingface.registry import ARCHITECTURES
 from megalite.checkpoint.storage import CONFIG_FILE, read_json, refuse_other_kind
-from megalite.config.check_network import model_problems
-from megalite.config.check_positions import idle_scaling
-from megalite.config.fields import all_fields
-from megalite.config.limits import problems_of_values
+from megalite.config.check_network import idle_scaling, model_problems
+from megalite.config.fields import all_fields, value_problems
 from megalite.config.schema import ROTARY, ModelConfig, RunConfig
 from megalite.nn.attention_backend import bounded_window
 
@@ -84,7 +82,7 @@ def parse_config(values: Mapping[str, Any], where: str, ignored: Collection[str]
     model = ModelConfig(**architecture.read(fields))
     notes = fields.finish(ignored)
     described = RunConfig(model=model)
-    problems = [*problems_of_values(described)] or [*model_problems(described)]
+    problems = [*value_problems(described)] or [*model_problems(described)]
     if problems:
         raise CheckpointError(f"{where} describes an impossible network: {'; '.join(problems)}")
     return HuggingFaceModel(architecture, model, vocab_size, read_classes(values, where), notes)

@@ -16,7 +16,7 @@ from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.models.gpt import plain_info
 from megalite.nn.module import named_specs
 from megalite.training import pretrain
-from megalite.training.determinism import deterministic, prepare_determinism
+from megalite.training.prepare import deterministic, prepare_determinism
 from tests.helpers import BF16, LLAMA, tiny_model, tiny_tokens
 
 CUDA, VARIABLES = torch.device("cuda"), ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
@@ -38,7 +38,7 @@ def test_torchs_switch_is_on_while_the_run_lasts_and_then_as_before(
     flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8"
     flags += " --mock-data --tokenizer-type NullTokenizer --vocab-size 10 --micro-batch-size 1 --lr 1 --train-iters 1"
     with pytest.raises(KeyboardInterrupt):
-        pretrain.pretrain(
+        pretrain.train(
             [*flags.split(), "--device", "cpu", *(["--deterministic-mode"] if wanted else [])],
             Environment(),
             program="",

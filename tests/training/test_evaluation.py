@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.training.classification import scores_of
+from megalite.training.evaluation import scores_of
 
 
 def test_accuracy_and_macro_f1_follow_from_the_counts() -> None:

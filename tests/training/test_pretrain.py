@@ -13,7 +13,7 @@ from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.files.owner import OWNER
 from megalite.training.metrics import check_sinks
-from megalite.training.outputs import owned_outputs
+from megalite.training.pretrain import owned_outputs
 
 
 def config_of(folder: Path) -> RunConfig:
@@ -58,7 +58,7 @@ def test_a_second_run_is_refused_on_all_its_ranks_and_goes_on_when_the_first_has
     with owned_outputs(config_of(tmp_path), single_process_mesh()):
         messages = pool.run(_try, 2, tmp_path, layout=Layout(dp=2))
     assert set(messages) == {messages[0]}
-    assert messages[0].startswith(f"--save-adapter {tmp_path}")
+    assert messages[0].startswith(f"--save {tmp_path} ")
     assert "is used by another run (process " in messages[0]
     assert pool.run(_try, 2, tmp_path, layout=Layout(dp=2))[0] == "owned: True"
     assert list(tmp_path.iterdir()) == []

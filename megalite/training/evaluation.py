@@ -1,0 +1,183 @@
+"""Measures on held-out data: the loss over all tokens, how well a classifier decides, what the model writes.
+
+Key idea: all three come from the same forwards, by the executor and schedule of training. So they work at every layout;
+and to continue a few short prompts no cache of keys is needed: each new token is one forward over the whole text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.config.schema import RunConfig
+from megalite.data.microbatch import Microbatch
+from megalite.data.tokenizer_base import Tokenizer
+from megalite.distributed.collectives import all_gather_objects, all_reduce
+from megalite.distributed.mesh import Mesh
+from megalite.models.gpt import GPTStage
+from megalite.pipeline.runtime import PipelineRuntime
+from megalite.training.executor import GPTExecutor, Plan
+
+
+class DecisionCounts:
+    """Counts int64 [true class, decided class], on ranks of the last pipeline stage."""
+
+    def __init__(self, classes: int, mesh: Mesh):
+        self.mesh = mesh
+        self.counts = torch.zeros(classes, classes, dtype=torch.int64, device=mesh.device)
+
+    def clear(self) -> None:
+        """Begin an evaluation."""
+        self.counts.zero_()
+
+    def add(self, stage: GPTStage, hidden: Tensor, batch: Microbatch) -> None:
+        """Count the decisions of the last stage from its `hidden` [s, b, h] at the places that count."""
+        decided = stage.decisions(hidden).t()[batch.loss_mask]
+        true = batch.labels[batch.loss_mask]
+        places = true * len(self.counts) + decided
+        self.counts += torch.bincount(places, minlength=self.counts.numel()).view_as(self.counts)
+
+    def scores(self) -> dict[str, float]:
+        """Accuracy and macro F1 of all that was counted. Collective over the ranks that differ in data or stage."""
+        return scores_of(all_reduce(self.counts.clone(), self.mesh.all_but_tp))
+
+
+def scores_of(counts: Tensor) -> dict[str, float]:
+    """`accuracy`, and `macro_f1`: the mean over the classes that occur (truly or as a decision) of
+    2 hits / (truly + decided). `counts` [true, decided]; zeros where nothing was counted."""
+    table = counts.double().cpu()
+    hits, occurrences = table.diag(), table.sum(0) + table.sum(1)
+    seen = occurrences > 0
+    f1 = (2 * hits[seen] / occurrences[seen]).mean() if seen.any() else torch.zeros(())
+    return {"accuracy": float(hits.sum() / table.sum().clamp(min=1)), "macro_f1": float(f1)}
+
+
+PROGRESS_SECONDS = 30.0  # without a line
+
+
+@dataclass
+class Evaluator:
+    """Runs forwards without gradients. `data`: this rank's microbatches of a split for one evaluation: of
+    `--eval-iters` global batches, or with `--full-validation` of the whole split. `say`: prints a line on
+    the first rank."""
+
+    config: RunConfig
+    mesh: Mesh
+    executor: GPTExecutor
+    runtime: PipelineRuntime
+    plan: Plan
+    data: Callable[[str], Iterator[Microbatch]]
+    decisions: DecisionCounts | None = None
+    say: Callable[[str], None] = print
+
+    def run(self, split: str) -> tuple[float, dict[str, float]]:
+        """Mean loss in nats over the split's unmasked tokens, NaN where there are none; and of a classifier its scores.
+        Collective (world)."""
+        chosen = self.data(split)
+        if self.decisions is not None:
+            self.decisions.clear()
+        # losses and tokens; float64 so that the sum doesn't depend on how the ranks share the samples
+        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        validation, begun, done = self.config.validation, time.monotonic(), 0
+        told = begun
+        while batches := list(itertools.islice(chosen, self.config.microbatches_per_step(self.mesh.dp.size))):
+            self.executor.begin(batches)
+            self.runtime.run(self.plan.evaluation(len(batches)))
+            sums[0] += self.executor.loss_sum
+            if self.mesh.pp.rank == self.mesh.pp.size - 1:  # where the losses are
+                sums[1] += self.mesh.upload(torch.stack([batch.loss_mask.sum() for batch in batches]).sum())
+            done += 1
+            if (now := time.monotonic()) - told > PROGRESS_SECONDS:
+                most = "" if validation.full_validation else f" of at most {validation.eval_iters}"
+                self.say(f"{split}: {done}{most} global batches evaluated in {now - begun:.0f} s")
+                told = now
+        loss, tokens = all_reduce(sums, self.mesh.all_but_tp).tolist()
+        return loss / tokens if tokens else math.nan, {} if self.decisions is None else self.decisions.scores()
+
+
+NEW_TOKENS = 64
+"""Of each continuation, at most."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """`ids`: of each of the `texts`, none empty. `ends`: ids that end an answer."""
+
+    texts: Sequence[str]
+    ids: Sequence[Sequence[int]]
+    ends: Collection[int]
+
+
+@dataclass
+class Continuations:
+    """`length`: the most ids of a text and its answer; each of the prompts is shorter."""
+
+    mesh: Mesh
+    evaluator: Evaluator
+    tokenizer: Tokenizer
+    prompts: Prompts
+    length: int
+
+    def texts(self) -> list[str]:
+        """What follows each prompt where the likeliest token is taken each time. Collective over the world."""
+        texts = [list(prompt) for prompt in self.prompts.ids]
+        running = set(range(len(texts)))
+        for _ in range(NEW_TOKENS):
+            for n, token in enumerate(self._likeliest(texts)):
+                if n in running and token in self.prompts.ends:
+                    running.discard(n)
+                elif n in running:
+                    texts[n].append(token)
+            running = {n for n in running if len(texts[n]) < self.length}
+            if not running:
+                break
+        return [
+            self.tokenizer.detokenize(text[len(prompt) :]) for text, prompt in zip(texts, self.prompts.ids, strict=True)
+        ]
+
+    def _likeliest(self, texts: Sequence[Sequence[int]]) -> list[int]:
+        """The id that follows each text; the same on all ranks."""
+        executor, found = self.evaluator.executor, []
+
+        def choose(stage: GPTStage, hidden: Tensor, batch: Microbatch) -> None:
+            found.append(self._local(stage, hidden, batch))
+
+        before, executor.on_evaluated = executor.on_evaluated, choose
+        try:
+            executor.begin([self._padded(texts)])
+            self.evaluator.runtime.run(self.evaluator.plan.evaluation(1))
+        finally:
+            executor.on_evaluated = before
+        chosen = None
+        if found:  # on ranks of the last stage
+            shares = all_gather_objects(found[0], self.mesh.tp)
+            chosen = [max(row, key=lambda share: share[0])[1] for row in zip(*shares, strict=True)]
+        ids: list[int] = all_gather_objects(chosen, self.mesh.pp)[-1]
+        return ids
+
+    def _local(self, stage: GPTStage, hidden: Tensor, batch: Microbatch) -> list[tuple[float, int]]:
+        """Largest logit and its id after each text, among the columns of this tensor-parallel rank."""
+        rows, places = batch.loss_mask.nonzero(as_tuple=True)
+        counted = (places + stage.sequence_length(0)) * len(rows) + rows
+        first = stage.group.rank * stage.output_weight.shape[0]
+        logits = stage.logits(hidden, counted)[:, : max(0, self.tokenizer.vocab_size - first)]
+        if not logits.shape[1]:
+            return [(-float("inf"), 0)] * len(rows)
+        values, columns = logits.max(dim=1)
+        return [(value, first + column) for value, column in zip(values.tolist(), columns.tolist(), strict=True)]
+
+    def _padded(self, texts: Sequence[Sequence[int]]) -> Microbatch:
+        """The texts as rows; attention is causal, so no text sees its padding. The loss counts their last places."""
+        multiple = self.mesh.tp.size if self.mesh.layout.sequence_parallel else 1
+        width = -(-max(map(len, texts)) // multiple) * multiple
+        tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
+        mask = torch.zeros(tokens.shape, dtype=torch.bool)
+        mask[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])] = True
+        positions = torch.arange(width).expand(len(texts), -1)
+        return Microbatch(tokens, torch.zeros_like(tokens), mask, positions, torch.arange(len(texts)))
