@@ -20,7 +20,7 @@ from megalite.config.errors import FlagError
 from megalite.config.fields import section_names
 from megalite.data.packing import TokenSequences
 from megalite.data.sft import SftOptions, SftReader
-from megalite.data.stdlib_corpus import stdlib_folder
+from tools.lib.stdlib_corpus import stdlib_folder
 from megalite.data.tokenizers import HuggingFaceTokenizer
 from megalite.distributed.launch import Environment
 from megalite.peft.merge import merge_adapter
