@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.data.chat_template import ChatTemplate
-from megalite.data.jsonl import Line, shown
+from megalite.data.jsonl import Line
+from megalite.data.text_input import shown
 
 ROLES = ("system", "user", "assistant", "tool")
 FORMS = {

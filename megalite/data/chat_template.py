@@ -24,8 +24,8 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from megalite.config.errors import FlagError, UserError
 from megalite.data.jinja_environment import CLOSE, OPEN, keys_and_variables, template_environment
-from megalite.data.jsonl import shown
 from megalite.data.segments import BOS_SIGN, EOD_SIGN, Segment, TextEncoder, unguarded
+from megalite.data.text_input import shown
 from megalite.data.tokenizer_base import Tokenizer, first_line, read_file
 from megalite.data.tokenizer_json import ROLES, json_object
 

@@ -18,11 +18,12 @@ import numpy as np
 from megalite.config.errors import UserError
 from megalite.data.document_mask import Item
 from megalite.data.gpt_dataset import Datasets, SplitSummary
-from megalite.data.jsonl import Line, Progress, read_lines, shown
+from megalite.data.jsonl import Line, Progress, read_lines
 from megalite.data.packing import SequenceBuilder, TokenSequences
 from megalite.data.sample_cache import SampleCache
 from megalite.data.segments import TextEncoder
 from megalite.data.sft import NO_SAMPLES, SftOptions, hold_out
+from megalite.data.text_input import shown
 from megalite.data.tokenizer_base import Tokenizer
 
 

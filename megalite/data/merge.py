@@ -11,6 +11,7 @@ from tqdm import tqdm
 from megalite.config.errors import UserError
 from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path
 from megalite.data.origin import read_origin
+from megalite.data.text_input import refuse_repeats
 
 
 def merge_datasets(inputs: Sequence[str], output_prefix: str) -> tuple[int, int, int]:
@@ -25,18 +26,14 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> tuple[int, int,
         raise UserError(
             f"--output-prefix {output_prefix} is one of the parts; choose another, or remove the old result"
         )
-    dtype = _common_dtype(prefixes)
-    _check_modes(prefixes)
-    documents = tokens = 0
+    parts = [IndexedDataset(prefix) for prefix in prefixes]
+    _check_alike(parts)
     origins = [read_origin(prefix) for prefix in prefixes]
     origin = origins[0] if all(each == origins[0] for each in origins) else None
-    with IndexedDatasetBuilder(output_prefix, dtype, origin) as builder:
-        for prefix in tqdm(prefixes, desc="merge", unit="part", disable=None):
-            builder.add_index(prefix)
-            part = IndexedDataset(prefix)
-            documents += part.num_documents
-            tokens += part.num_tokens
-    return len(prefixes), documents, tokens
+    with IndexedDatasetBuilder(output_prefix, parts[0].dtype, origin) as builder:
+        for part in tqdm(parts, desc="merge", unit="part", disable=None):
+            builder.add_index(part)
+    return len(parts), sum(part.num_documents for part in parts), sum(part.num_tokens for part in parts)
 
 
 def expand_prefixes(inputs: Sequence[str]) -> list[str]:
@@ -50,11 +47,7 @@ def expand_prefixes(inputs: Sequence[str]) -> list[str]:
             prefixes += found
         else:
             prefixes.append(name)
-    seen: set[str] = set()
-    for prefix in prefixes:
-        if os.path.realpath(prefix) in seen:
-            raise UserError(f"--input names {prefix} twice")
-        seen.add(os.path.realpath(prefix))
+    refuse_repeats(prefixes)
     return prefixes
 
 
@@ -68,22 +61,18 @@ def _pairs_in(folder: str) -> list[str]:
     return [os.path.join(folder, stem) for stem in sorted(stems)]
 
 
-def _common_dtype(prefixes: Sequence[str]) -> str:
-    first = IndexedDataset(prefixes[0]).dtype
-    for prefix in prefixes[1:]:
-        if (other := IndexedDataset(prefix).dtype) != first:
+def _check_alike(parts: Sequence[IndexedDataset]) -> None:
+    """Raise UserError for parts of different dtypes, and where some have a mode for each of their sequences (multimodal
+    data) and others none."""
+    first = parts[0]
+    for other in parts[1:]:
+        if other.dtype != first.dtype:
             raise UserError(
-                f"{prefix} holds {other.name} tokens and {prefixes[0]} {first.name}: "
+                f"{other.prefix} holds {other.dtype.name} tokens and {first.prefix} {first.dtype.name}: "
                 "they come from vocabularies of different sizes and can't be joined"
             )
-    return str(first.str)
-
-
-def _check_modes(prefixes: Sequence[str]) -> None:
-    """Raise UserError where some parts have a mode for each of their sequences (multimodal data) and others none."""
-    parts = [(prefix, IndexedDataset(prefix)) for prefix in prefixes]
-    having = [prefix for prefix, part in parts if part.sequence_modes is not None]
-    lacking = [prefix for prefix, part in parts if part.sequence_modes is None and len(part)]
+    having = [part.prefix for part in parts if part.sequence_modes is not None]
+    lacking = [part.prefix for part in parts if part.sequence_modes is None and len(part)]
     if having and lacking:
         raise UserError(
             f"{idx_path(having[0])} has a mode for each sequence (multimodal data) and {idx_path(lacking[0])} has "

@@ -21,7 +21,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -133,8 +132,6 @@ def preprocess(
         results = stack.enter_context(closing(_encode_all(chunks, settings, options.workers)))
         _write_all(results, builders, options, summary, report, total=sum(map(os.path.getsize, paths)))
         _require_documents(options, summary)
-        for builder in builders:
-            builder.finalize()
     if max(summary.documents.values()) == 1:
         report(
             "note: this is one document, but a split into train, valid and test needs several; "
@@ -239,34 +236,18 @@ def _encode_all(
     try:
         for chunk in chunks:
             with _sigint_blocked():
-                window.append((chunk, _submit(pool, settings, chunk)))
+                window.append((chunk, pool.submit(encode_chunk, settings, chunk)))
             if len(window) > 2 * workers:
-                yield _result(*window.popleft())
-        while window:
-            yield _result(*window.popleft())
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _submit(pool: ProcessPoolExecutor, settings: EncoderSettings, chunk: Chunk) -> Future[Encoded]:
-    with _killed_near(chunk):
-        return pool.submit(encode_chunk, settings, chunk)
-
-
-def _result(chunk: Chunk, future: Future[Encoded]) -> tuple[Chunk, Encoded]:
-    with _killed_near(chunk):
-        return chunk, future.result()
-
-
-@contextmanager
-def _killed_near(chunk: Chunk) -> Iterator[None]:
-    """A pool that lost a worker says so where it's next used: told as a UserError."""
-    try:
-        yield
+                chunk, result = window.popleft()
+                yield chunk, result.result()
+        for chunk, result in window:
+            yield chunk, result.result()
     except BrokenProcessPool:
         raise UserError(
             f"a worker process was killed near {chunk.path}:{chunk.first_line}; if memory ran out, give fewer --workers"
         ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager
@@ -282,13 +263,13 @@ def _sigint_blocked() -> Iterator[None]:
 
 def _start_worker() -> None:
     """Workers don't outlive the parent even if it's killed."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_exit_with, args=(parent.sentinel,), daemon=True).start()
-
-
-def _exit_with(sentinel: int) -> None:
-    connection.wait([sentinel])
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 
@@ -300,15 +281,9 @@ def _tokenizer_of(fields: tuple[tuple[str, Any], ...]) -> Tokenizer:
 def encode_chunk(settings: EncoderSettings, chunk: Chunk) -> Encoded:
     """Parses and tokenizes one chunk. What is wrong with a document is returned, not raised."""
     tokenizer = _tokenizer_of(settings.tokenizer)
-    documents: list[Document] = []
-    problems: list[Problem] = []
-    for item in parse_chunk(chunk, settings.keys):
-        if isinstance(item, Problem):
-            problems.append(item)
-        else:
-            documents.append(item)
-    rows, more = _tokenize(tokenizer, documents)
-    result = Encoded([], [], [], sorted(problems + more))
+    items = list(parse_chunk(chunk, settings.keys))
+    rows, problems = _tokenize(tokenizer, [item for item in items if isinstance(item, Document)])
+    result = Encoded([], [], [], sorted(problems + [item for item in items if isinstance(item, Problem)]))
     for n in range(len(settings.keys)):
         kept = [[*settings.before, *ids, *settings.after] for ids in rows[n :: len(settings.keys)] if ids]
         lengths = np.array([len(ids) for ids in kept], dtype=np.int64)
@@ -327,20 +302,12 @@ def _tokenize(tokenizer: Tokenizer, documents: Sequence[Document]) -> tuple[list
         if len(documents) == 1:
             message = str(error) if isinstance(error, UserError) else f"the tokenizer failed: {error!r}"
             return [], [Problem(documents[0].line, message)]
-    rows: list[list[int]] = []
-    problems: list[Problem] = []
-    for document in documents:
-        some, wrong = _tokenize(tokenizer, [document])
-        rows += some
-        problems += wrong
-    return rows, problems
+    parts = [_tokenize(tokenizer, [document]) for document in documents]
+    return [ids for rows, _ in parts for ids in rows], [problem for _, problems in parts for problem in problems]
 
 
 def _tokenize_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     # A blank text is an empty document, whatever the tokenizer would make of its blanks.
-    filled = [n for n, text in enumerate(texts) if text and not text.isspace()]
-    rows: list[list[int]] = [[] for _ in texts]
-    some = tokenizer.tokenize_alone([texts[n] for n in filled], special=tokenizer.parse_special_tokens)
-    for n, ids in zip(filled, some, strict=True):
-        rows[n] = ids
-    return rows
+    filled = [text for text in texts if text and not text.isspace()]
+    ids = iter(tokenizer.tokenize_alone(filled, special=tokenizer.parse_special_tokens))
+    return [next(ids) if text and not text.isspace() else [] for text in texts]

@@ -10,11 +10,12 @@ from __future__ import annotations
 import glob
 import gzip
 import importlib
+import itertools
 import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -69,13 +70,18 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
         if not matches:
             raise UserError(f"--input {pattern}: no such file")
         files += matches
-    seen: set[str] = set()
-    for file in files:
-        real = os.path.realpath(file)
-        if real in seen:
-            raise UserError(f"--input names {file} twice")
-        seen.add(real)
+    refuse_repeats(files)
     return files
+
+
+def refuse_repeats(paths: Iterable[str]) -> None:
+    """Raise UserError where two of the paths of `--input` are one file."""
+    seen: set[str] = set()
+    for path in paths:
+        real = os.path.realpath(path)
+        if real in seen:
+            raise UserError(f"--input names {path} twice")
+        seen.add(real)
 
 
 def kind_of(path: str, text_documents: str = "file") -> str:
@@ -113,21 +119,19 @@ def _chunks_of(path: str, kind: str, chunk_bytes: int) -> Iterator[Chunk]:
     buffer = bytearray()
     line, told, searched = 1, 0, 0
     with _named_errors(path), open(path, "rb") as file:
-        for block in _blocks(file, path, chunk_bytes):
+        # The empty block at the end ends the last document.
+        for block in itertools.chain(_blocks(file, path, chunk_bytes), [b""]):
             buffer += block
-            if len(buffer) < chunk_bytes:
+            if block and len(buffer) < chunk_bytes:
                 continue
-            cut = _last_boundary(buffer, searched, kind)
-            if cut:
+            cut = _last_boundary(buffer, searched, kind) if block else len(buffer)
+            if cut or (kind == "file" and not block):
                 data = bytes(buffer[:cut])
                 del buffer[:cut]
                 yield Chunk(path, kind, line, _without_mark(data, path) if line == 1 else data, file.tell() - told)
                 line += data.count(b"\n")
                 told = file.tell()
             searched = len(buffer)
-        if buffer or kind == "file":
-            data = bytes(buffer)
-            yield Chunk(path, kind, line, _without_mark(data, path) if line == 1 else data, file.tell() - told)
 
 
 def _last_boundary(buffer: bytearray, searched: int, kind: str) -> int:
@@ -234,43 +238,56 @@ def _paragraphs(text: str, first_line: int) -> Iterator[Document]:
 
 def _parse_json_line(number: int, line: bytes, keys: Sequence[str]) -> Document | Problem:
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = parse_json(line)
+        if not isinstance(value, dict):
+            raise ValueError(f"a JSON object with the key {keys[0]!r} is needed, not {shown(value)}")
+        return Document(number, tuple(_text_of(value, key) for key in keys))
+    except ValueError as error:
+        return Problem(number, str(error))
+
+
+def _text_of(value: dict[str, Any], key: str) -> str:
+    if key not in value:
+        there = ", ".join(repr(k) for k in list(value)[:8]) or "none"
+        raise ValueError(f"no key {key!r} (--json-keys); the line's keys: {there}")
+    text = value[key]
+    if not isinstance(text, str):
+        raise ValueError(f"the value of {key!r} is {shown(text)}, not a string")
+    check_unicode(text, f"the value of {key!r}")
+    return text
+
+
+def parse_json(line: bytes, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value of a JSON text. `make_object`: as `json.loads` takes it as `object_pairs_hook`. Raises ValueError that
+    says what is wrong."""
+    try:
+        return json.loads(line.decode("utf-8"), object_pairs_hook=make_object)
     except UnicodeDecodeError as error:
-        return Problem(number, _not_utf8(error, line))
+        raise ValueError(_not_utf8(error, line)) from None
     except json.JSONDecodeError as error:
-        return Problem(number, f"broken JSON: {error.msg} (column {error.colno})")
+        raise ValueError(f"broken JSON: {error.msg} (column {error.colno})") from None
     except (ValueError, RecursionError) as error:
-        return Problem(number, f"broken JSON: {error}")
-    if not isinstance(value, dict):
-        return Problem(number, f"a JSON object with the key {keys[0]!r} is needed, not {_json_type(value)}")
-    texts = []
-    for key in keys:
-        if key not in value:
-            there = ", ".join(repr(k) for k in list(value)[:8]) or "none"
-            return Problem(number, f"no key {key!r} (--json-keys); the line's keys: {there}")
-        text = value[key]
-        if not isinstance(text, str):
-            return Problem(number, f"the value of {key!r} is {_json_type(text)}, not a string")
-        if not text.isascii():
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                half = f"\\u{ord(text[error.start]):04x}"
-                return Problem(number, f"the value of {key!r} holds {half}, half of a surrogate pair: not valid text")
-        texts.append(text)
-    return Document(number, tuple(texts))
+        raise ValueError(f"broken JSON: {error}") from None
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raise ValueError where a text, called `what`, holds half of a surrogate pair, as JSON's escapes can write it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(f"{what} holds {half}, half of a surrogate pair, which is not valid text") from None
+
+
+def shown(value: object) -> str:
+    """The beginning of a JSON value, for a message."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _not_utf8(error: UnicodeDecodeError, data: bytes) -> str:
     column = error.start - data.rfind(b"\n", 0, error.start)
     return f"not UTF-8: byte 0x{data[error.start]:02x} at byte {column} of the line"
-
-
-def _json_type(value: object) -> str:
-    if value is None:
-        return "null"
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
-    return names[type(value)]
 
 
 def read_documents(paths: Sequence[str], keys: Sequence[str], text_documents: str = "file") -> Iterator[Document]:

@@ -117,7 +117,7 @@ BAD_LINES = {
     "broken JSON": b'{"text": "1"',
     "no key": b'{"body": "1"}',
     "null": b'{"text": null}',
-    "a number": b'{"text": 5}',
+    "is 5, not a string": b'{"text": 5}',
     "surrogate": b'{"text": "\\ud800"}',
     "not UTF-8": b'{"text": "\xff"}',
     "is not an id": b'{"text": "1 two"}',
@@ -148,7 +148,7 @@ def test_a_bad_line_stops_with_file_and_line_or_is_skipped(tmp_path: Path, messa
 def test_the_first_bad_line_is_told_with_several_workers(tmp_path: Path) -> None:
     content = lines_with(BAD_LINES["null"]).replace(b'"3"', b"3")
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.jsonl:3: the value of 'text' is a number"):
+    with pytest.raises(UserError, match=r"a\.jsonl:3: the value of 'text' is 3, not a string"):
         run(tmp_path / "a.jsonl", tmp_path / "o", workers=4, chunk_bytes=200)
     assert list(tmp_path.glob("o*")) == []
 
