@@ -13,6 +13,7 @@ taken at its word.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -158,7 +159,11 @@ class ChatTemplate:
             before = self._before(messages[:n], tools)
             until = self._render(messages[: n + 1], tools, False)
             if not until.startswith(before):
-                raise self._unstable(number)
+                raise UnstableTemplateError(
+                    f"the chat template {self.name} doesn't write answer {number} as the continuation of its own "
+                    "prompt for it, so it isn't clear which text the answer is. Give --chat-template "
+                    f"{CHATML}, or a template file that marks answers with {{% generation %}}"
+                )
             if known is None or not before.startswith(known):
                 samples.append([])
                 place = 0
@@ -202,22 +207,19 @@ class ChatTemplate:
         return result
 
     def _is_closed(self, answer: str) -> bool:
-        """Whether the text of an answer, as the template writes it, ends with an end of turn at which generation can
-        stop."""
+        """Whether an answer's text ends with an end of turn at which generation can stop."""
         if self._end_of_turn is None:
             return self._stops(answer[-_LONGEST_END:])
         ends = (self._end_of_turn, self.variables.get("eos_token", "").lower(), EOD_SIGN)
-        end = next((end for end in ends if end and answer.lower().endswith(end)), "")
-        return end != "" and self._stops(answer[-len(end) :])
+        return any(end and answer.lower().endswith(end) and self._stops(answer[-len(end) :]) for end in ends)
 
     @cached_property
     def _end_of_turn(self) -> str | None:
-        """What the template writes after the content of an answer, in small letters, without blanks around. None where
-        it can't be asked: it wants another form of conversation, and so is one of those that write much."""
+        """What the template writes after an answer's content, in small letters, without blanks around. None where it
+        wants another form of conversation, and so is one of those that write much."""
+        turns = [{"role": "user", "content": "0"}, {"role": "assistant", "content": _PROBE}]
         try:
-            text = self._render(
-                [{"role": "user", "content": "0"}, {"role": "assistant", "content": _PROBE}], None, False
-            )
+            text = self._render(turns, None, False)
         except UserError:
             return None
         return text.lower().rpartition(_PROBE)[2].strip()  # a template may write the content in capitals
@@ -239,7 +241,7 @@ class ChatTemplate:
     def _write(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
-                messages=[_with_objects(message) for message in messages],
+                messages=_with_objects(list(messages)),
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -248,13 +250,6 @@ class ChatTemplate:
             raise UserError(f"the chat template {self.name} refuses it: {first_line(error)}") from None
         except Exception as error:  # a program of unknown origin may fail in any way
             raise UserError(f"the chat template {self.name} fails on it: {first_line(error)}") from None
-
-    def _unstable(self, number: int) -> UnstableTemplateError:
-        return UnstableTemplateError(
-            f"the chat template {self.name} doesn't write answer {number} as the continuation of its own prompt for "
-            f"it, so it isn't clear which text the answer is. Give --chat-template {CHATML}, or a template file that "
-            "marks answers with {% generation %}"
-        )
 
 
 class Chat:
@@ -369,30 +364,25 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
     return [_each_text(one, change) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _with_objects(message: Message) -> Message:
-    """A message with the `arguments` of its tool calls as objects, which is what templates expect. OpenAI's form has
+def _with_objects(value: Any) -> Any:
+    """Messages with the `arguments` of their tool calls as objects, which is what templates expect. OpenAI's form has
     them as JSON in a string, and a template that writes JSON would write that string as a string once more."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    result = []
-    for call in calls:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            function = {**function, "arguments": _arguments(function["arguments"])}
-            call = {**call, "function": function} if "function" in call else function
-        result.append(call)
-    return {**message, "tool_calls": result}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        value = None
+    if isinstance(value, list):
+        return [_with_objects(each) for each in value]
     if not isinstance(value, dict):
-        raise UserError(f"the arguments of a tool call must be an object, or JSON of one, not {shown(text)}")
-    return value
+        return value
+    change = {"tool_calls": _with_objects, "function": _with_objects, "arguments": _arguments}
+    return {key: change[key](each) if key in change else each for key, each in value.items()}
+
+
+def _arguments(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    with contextlib.suppress(ValueError):
+        value = json.loads(given or "{}")
+        if isinstance(value, dict):
+            return value
+    raise UserError(f"the arguments of a tool call must be an object, or JSON of one, not {shown(given)}")
 
 
 def _answers(messages: Sequence[Message]) -> list[int]:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import glob
 import gzip
-import importlib
 import itertools
 import json
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import IO, Any, NamedTuple
@@ -112,13 +110,20 @@ def read_chunks(paths: Iterable[str], text_documents: str = "file", chunk_bytes:
     Raises UserError for a file that can't be opened, read or decompressed to its end.
     """
     for path in paths:
-        yield from _chunks_of(path, kind_of(path, text_documents), chunk_bytes)
+        try:
+            yield from _chunks_of(path, kind_of(path, text_documents), chunk_bytes)
+        except EOFError:
+            raise UserError(f"{path}: the compressed file ends too early") from None
+        except zlib.error as error:
+            raise UserError(f"{path}: broken compression ({error})") from None
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror or error}") from None
 
 
 def _chunks_of(path: str, kind: str, chunk_bytes: int) -> Iterator[Chunk]:
     buffer = bytearray()
     line, told, searched = 1, 0, 0
-    with _named_errors(path), open(path, "rb") as file:
+    with open(path, "rb") as file:
         # The empty block at the end ends the last document.
         for block in itertools.chain(_blocks(file, path, chunk_bytes), [b""]):
             buffer += block
@@ -153,19 +158,6 @@ def _without_mark(data: bytes, path: str) -> bytes:
     return data.removeprefix(_UTF8_MARK)
 
 
-@contextmanager
-def _named_errors(path: str) -> Iterator[None]:
-    """What goes wrong in reading becomes a UserError that names the file."""
-    try:
-        yield
-    except EOFError:
-        raise UserError(f"{path}: the compressed file ends too early") from None
-    except zlib.error as error:
-        raise UserError(f"{path}: broken compression ({error})") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
-
-
 def _blocks(file: IO[bytes], path: str, size: int) -> Iterator[bytes]:
     """A file's content, decompressed, in blocks of about `size`."""
     if path.lower().endswith(".zst"):
@@ -177,12 +169,9 @@ def _blocks(file: IO[bytes], path: str, size: int) -> Iterator[bytes]:
 
 
 def _zst_blocks(file: IO[bytes], size: int) -> Iterator[bytes]:
-    # Not the library's stream reader: it takes a truncated frame for the end.
-    try:
-        zstandard = importlib.import_module("zstandard")
-    except ImportError:
-        raise UserError("reading .zst needs the Python package zstandard: pip install zstandard") from None
-    frame = None
+    import zstandard
+
+    frame = None  # not the library's stream reader: it takes a truncated frame for the end
     try:
         while block := file.read(min(size, 1 << 18)):
             while block:
@@ -215,25 +204,15 @@ def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | Proble
     text = text.replace("\r\n", "\n")
     if chunk.kind == "file":
         yield Document(chunk.first_line, (text,))
-    elif chunk.kind == "line":
-        for number, row in enumerate(text.split("\n"), start=chunk.first_line):
-            if row and not row.isspace():
-                yield Document(number, (row,))
-    else:
-        yield from _paragraphs(text, chunk.first_line)
-
-
-def _paragraphs(text: str, first_line: int) -> Iterator[Document]:
-    rows: list[str] = []
-    number = first_line
-    for number, row in enumerate(text.split("\n"), start=first_line):
-        if row and not row.isspace():
-            rows.append(row)
-        elif rows:
-            yield Document(number - len(rows), ("\n".join(rows),))
-            rows = []
-    if rows:
-        yield Document(number + 1 - len(rows), ("\n".join(rows),))
+        return
+    rows = enumerate(text.split("\n"), start=chunk.first_line)
+    for blank, group in itertools.groupby(rows, lambda row: not row[1].strip()):
+        if not blank:
+            numbers, lines = zip(*group, strict=True)
+            if chunk.kind == "paragraph":
+                yield Document(numbers[0], ("\n".join(lines),))
+            else:
+                yield from (Document(number, (line,)) for number, line in zip(numbers, lines, strict=True))
 
 
 def _parse_json_line(number: int, line: bytes, keys: Sequence[str]) -> Document | Problem:

@@ -8,16 +8,15 @@ Chinese and code need no settings of their own.
 
 from __future__ import annotations
 
-import importlib
 import io
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megalite.config.errors import FlagError, UserError
 from megalite.data.text_input import TEXT_DOCUMENTS, check_keys, expand_inputs, read_documents
+from megalite.data.tokenizer_base import load_library
 from megalite.files.atomic import replacing
 
 PIECE_BYTES = 4096  # text is learned from in pieces of about this size, cut at line starts
@@ -70,19 +69,17 @@ def train_tokenizer(options: TrainingOptions) -> str:
 
 def pieces(text: str) -> Iterator[str]:
     """A text cut into parts of up to about PIECE_BYTES, at line starts where there are any; joined they equal it."""
-    part: list[str] = []
-    size = 0
+    part, size = "", 0
     for line in re.findall(r"[^\n]*\n|[^\n]+", text):
         for start in range(0, len(line), PIECE_BYTES // 4):
             bit = line[start : start + PIECE_BYTES // 4]
             length = len(bit.encode())
             if part and size + length > PIECE_BYTES:
-                yield "".join(part)
-                part, size = [], 0
-            part.append(bit)
-            size += length
+                yield part
+                part, size = "", 0
+            part, size = part + bit, size + length
     if part:
-        yield "".join(part)
+        yield part
 
 
 def even_sample(parts: Iterable[str], max_bytes: int) -> list[str]:
@@ -102,12 +99,7 @@ def even_sample(parts: Iterable[str], max_bytes: int) -> list[str]:
 
 
 def _train(sample: Sequence[str], options: TrainingOptions) -> bytes:
-    try:
-        library: Any = importlib.import_module("sentencepiece")
-    except ImportError:
-        raise UserError(
-            "training a tokenizer needs the Python package sentencepiece: pip install sentencepiece"
-        ) from None
+    library = load_library("sentencepiece")
     if not any(part.strip() for part in sample):
         raise UserError(f"--input {' '.join(options.inputs)}: there is no text to train on")
     model = io.BytesIO()

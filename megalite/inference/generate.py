@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from megalite.config.errors import UserError
-from megalite.inference.cache import KeyValueCache
 from megalite.inference.options import GenerationOptions
 from megalite.inference.sampling import Sampler
 from megalite.models.gpt import GPTStage
 from megalite.nn.attention_backend import bounded_window
 from megalite.nn.module import SequenceInfo
 from megalite.nn.rotary import scales_by_length
+from megalite.nn.transformer import TransformerLayer
 
 _PREFILL_TOKENS = 1024  # of each prompt at a time: bounds the mask and the activations of long prompts
 
@@ -39,6 +39,42 @@ def visible_keys(queries: Tensor, pads: Tensor, window: int | None) -> Tensor:
     return ((causal & real) | (distance == 0))[:, None]
 
 
+class GenerationCache:
+    """Keys and values of the tokens seen so far, so that each new token costs one token's work.
+
+    All memory is taken at once, for the longest that the sequences may become; a step writes its slice in place and
+    attention reads a view, so nothing is copied and nothing grows. `tokens`: per sequence, padding included.
+    """
+
+    def __init__(self, model: GPTStage, *, tokens: int, batch: int) -> None:
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._filled: dict[int, int] = {}
+        for layer in model.decoder.layers.values():
+            assert isinstance(layer, TransformerLayer)
+            attention = layer.self_attention
+            weight = attention.linear_qkv.weight
+            shape = (tokens, batch, attention.local_groups, attention.width)
+            self._keys[layer.number] = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+            self._values[layer.number] = torch.empty_like(self._keys[layer.number])
+            self._filled[layer.number] = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all keys and values."""
+        return sum(tensor.nbytes for tensor in (*self._keys.values(), *self._values.values()))
+
+    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values [s, b, groups, d] of global layer `layer`; views of all so far."""
+        start = self._filled[layer]
+        end = start + key.shape[0]
+        assert end <= self._keys[layer].shape[0], "more tokens than the cache was made for"
+        self._keys[layer][start:end] = key
+        self._values[layer][start:end] = value
+        self._filled[layer] = end
+        return self._keys[layer][:end], self._values[layer][:end]
+
+
 class PaddedBatch:
     """Prompts (lists of ids, none empty) on their way through the model, with room for `new_tokens` columns more."""
 
@@ -49,7 +85,7 @@ class PaddedBatch:
         self.window = bounded_window(model.config)
         self.pads = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         self.tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-        self.cache = KeyValueCache(model, tokens=virtual_tokens(model) + longest + new_tokens, batch=len(prompts))
+        self.cache = GenerationCache(model, tokens=virtual_tokens(model) + longest + new_tokens, batch=len(prompts))
         self.columns = 0
         self.padded = any(len(prompt) < longest for prompt in prompts)
 

@@ -13,7 +13,7 @@ from megalite.config.errors import UserError
 from megalite.config.schema import RunConfig
 from megalite.data.document_mask import SampleSource
 from megalite.data.gpt_dataset import Datasets
-from megalite.data.loader import MicrobatchIterator, microbatch_iterator
+from megalite.data.loader import MicrobatchIterator
 from megalite.data.microbatch import Microbatch
 from megalite.distributed.mesh import Mesh
 from megalite.training.state import TrainingState
@@ -59,7 +59,7 @@ class Feed:
     def _microbatches(self, dataset: SampleSource, *, start: int, total: int | None = None) -> MicrobatchIterator:
         training, data = self.config.training, self.config.data
         assert training.micro_batch_size is not None
-        return microbatch_iterator(
+        return MicrobatchIterator(
             dataset,
             start_sample=start,
             micro_batch_size=training.micro_batch_size,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megalite.config.blends import parse_blend
 from megalite.config.errors import UserError
 from megalite.data.blend import (
     BlendedDataset,
@@ -17,7 +18,6 @@ from megalite.data.blend import (
     member_sizes,
     normalize,
     occurrence_index,
-    parse_blend,
 )
 
 
@@ -95,14 +95,14 @@ def test_blends_are_parsed(words: list[str], prefixes: tuple[str, ...], weights:
     "words, says",
     [
         ([], "empty"),
-        (["30", "p", "70"], "item 1, '30'"),
-        (["p", "30", "q"], "item 1, 'p'"),
-        (["30", "p", "q", "70"], "item 3, 'q'"),
-        (["30", "40", "70", "q"], "item 2, '40'"),
-        (["-1", "p", "1", "q"], "not negative"),
+        (["30", "p", "70"], "30 p 70: write only prefixes"),
+        (["p", "30", "q"], "p 30 q: write"),
+        (["30", "p", "q", "70"], "write only prefixes, or WEIGHT PREFIX"),
+        (["30", "40", "70", "q"], "write only"),
+        (["-1", "p", "1", "q"], "none negative"),
         (["nan", "p", "1", "q"], "finite"),
         (["inf", "p", "1", "q"], "finite"),
-        (["0", "p", "0", "q"], "zero"),
+        (["0", "p", "0", "q"], "not all 0"),
     ],
 )
 def test_bad_blends_are_refused_by_flag_and_item(words: list[str], says: str) -> None:

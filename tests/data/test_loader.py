@@ -16,7 +16,7 @@ import torch
 
 from megalite.config.errors import UserError
 from megalite.data.document_mask import Item, SampleFormat, SampleSource
-from megalite.data.loader import MicrobatchIterator, _die_with_parent, microbatch_iterator
+from megalite.data.loader import MicrobatchIterator, _die_with_parent
 from megalite.data.microbatch import Microbatch
 from megalite.data.mock import MockDataset
 from megalite.data.packing import RowDataset, Rows, SequenceBuilder
@@ -43,7 +43,7 @@ def loader(dataset: SampleSource, **changes: Any) -> MicrobatchIterator:
         "seed": 5,
         **changes,
     }
-    return microbatch_iterator(dataset, **settings)
+    return MicrobatchIterator(dataset, **settings)
 
 
 def test_a_microbatch_holds_the_samples_and_their_numbers() -> None:

@@ -8,11 +8,11 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from megalite.config.schema import TokenizerConfig
-from megalite.data.check import tokenizer_notes
 from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megalite.data.inspection import describe
 from megalite.data.merge import merge_datasets
 from megalite.data.preprocess import PreprocessOptions, preprocess
+from megalite.data.splits import tokenizer_notes
 from megalite.data.tokenizers import build_tokenizer
 from tests.data.corpora import write_jsonl
 from tests.data.token_files import run_config

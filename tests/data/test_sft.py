@@ -17,7 +17,7 @@ from megalite.config.schema import TokenizerConfig
 from megalite.data.chat_forms import PAIR
 from megalite.data.document_mask import SampleSource
 from megalite.data.jsonl import read_lines
-from megalite.data.loader import microbatch_iterator
+from megalite.data.loader import MicrobatchIterator
 from megalite.data.packing import RowDataset
 from megalite.data.sample_cache import SampleCache
 from megalite.data.sft import SftOptions, SftReader, build_sft_datasets, check_sft, hold_out
@@ -513,7 +513,7 @@ def served(dataset: SampleSource, count: int, *, dp_size: int = 1, start: int = 
     """Labels of each sample in the order of consumption, over all data-parallel ranks, each pass shuffled."""
     found: dict[int, list[int]] = {}
     for rank in range(dp_size):
-        with microbatch_iterator(
+        with MicrobatchIterator(
             dataset,
             start_sample=start,
             micro_batch_size=2,

@@ -13,7 +13,7 @@ from megalite.config.errors import UserError
 from megalite.config.schema_peft import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.inference import generate as room
-from megalite.inference.generate import PaddedBatch, generate, stream, visible_keys
+from megalite.inference.generate import GenerationCache, PaddedBatch, generate, stream, visible_keys
 from megalite.inference.options import GenerationOptions
 from megalite.models.gpt import GPTStage, plain_info
 from megalite.peft.apply import apply_peft
@@ -255,3 +255,20 @@ def test_scaling_by_length_refuses_texts_whose_cached_keys_would_have_to_turn() 
         UserError, match=r"dynamic positions would have.*--max-new-tokens 1 or less, or a shorter prompt"
     ):
         generate(dynamic, [long], five)
+
+
+def test_the_cache_gives_back_all_that_was_appended_to_a_layer_and_takes_its_memory_once() -> None:
+    cache = GenerationCache(tiny_model(single_process_mesh(), BF16, **LLAMA), tokens=7, batch=3)
+    appended: dict[int, list[Tensor]] = {0: [], 1: []}
+    places = set()
+    for count in (4, 1, 2):
+        for layer in (0, 1):
+            part = torch.randn(count, 3, 2, 8, dtype=torch.bfloat16)
+            appended[layer].append(part)
+            keys, values = cache.update(layer, part, -part)
+            whole = torch.cat(appended[layer])
+            assert torch.equal(keys, whole) and torch.equal(values, -whole)
+            places |= {x.untyped_storage().data_ptr() for x in (keys, values)}
+    assert len(places) == 4
+    with pytest.raises(AssertionError, match="cache"):
+        cache.update(0, part, part)

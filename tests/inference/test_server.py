@@ -23,9 +23,8 @@ from torch import Tensor
 from megalite.config.errors import UserError
 from megalite.inference import server as server_module
 from megalite.inference import service as service_module
-from megalite.inference.cache import KeyValueCache
 from megalite.inference.chat import open_dialogue
-from megalite.inference.generate import PaddedBatch, generate
+from megalite.inference.generate import GenerationCache, PaddedBatch, generate
 from megalite.inference.load import LoadedModel, load_huggingface_for_generation
 from megalite.inference.options import GenerationOptions
 from megalite.inference.server import MAX_CONNECTIONS, Server, listen
@@ -436,10 +435,10 @@ def test_too_many_requests_are_told_and_none_waits_for_ever(client: Client, monk
 def test_keys_and_values_of_all_requests_stay_within_the_memory(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live: weakref.WeakSet[KeyValueCache] = weakref.WeakSet()
-    make, most = KeyValueCache.__init__, [0]
+    live: weakref.WeakSet[GenerationCache] = weakref.WeakSet()
+    make, most = GenerationCache.__init__, [0]
 
-    def counted(cache: KeyValueCache, *arguments: Any, **how: Any) -> None:
+    def counted(cache: GenerationCache, *arguments: Any, **how: Any) -> None:
         make(cache, *arguments, **how)
         live.add(cache)
         most.append(sum(one.nbytes for one in live))
@@ -450,7 +449,7 @@ def test_keys_and_values_of_all_requests_stay_within_the_memory(
     memory = 100 * 2 * config.num_layers * groups * width * 4  # of keys and values in fp32
     with serving(loaded, memory=memory) as client:
         assert client.service.room == 100
-        monkeypatch.setattr(KeyValueCache, "__init__", counted)
+        monkeypatch.setattr(GenerationCache, "__init__", counted)
         for asked in (99, 200, 240):
             with pytest.raises(openai.BadRequestError, match=r"--serve-memory.*max_tokens may be at most 97") as caught:
                 client.complete("abc", asked)
