@@ -34,13 +34,6 @@ def test_without_the_options_a_sample_is_one_document() -> None:
     assert "document_ids" not in item
 
 
-def test_eods_in_a_row_at_the_start_and_at_the_end() -> None:
-    begins = document_begins(np.array([EOD, EOD, 1, 2, EOD]), EOD)
-    assert begins.tolist() == [False, True, True, False, False]
-    assert restarted_positions(begins).tolist() == [0, 0, 0, 1, 2]
-    assert document_ids(begins).tolist() == [0, 1, 2, 2, 2]
-
-
 def test_documents_without_eod_are_told_apart_by_the_index_as_if_each_ended_with_one() -> None:
     text, first = np.array([10, 11, 12, 20, 21, 30]), np.array([True, False, False, True, False, True])
     item = SampleFormat(EOD, True, True, True).item(text, first)

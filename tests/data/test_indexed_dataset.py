@@ -70,6 +70,9 @@ def test_get_reads_a_part_and_refuses_what_lies_outside(tmp_path: Path, mmap: bo
     assert data.get(0, 2).tolist() == [3, 4]
     assert data.get(1).tolist() == []
     assert [each.tolist() for each in data] == [[1, 2, 3, 4], [], [5]]
+    assert len(IndexedDataset(write_tokens(tmp_path / "none", []), mmap=mmap)) == 0
+    empty = IndexedDataset(write_tokens(tmp_path / "empty", [[], []]), mmap=mmap)
+    assert (len(empty), empty.num_tokens, empty[1].tolist()) == (2, 0, [])
     for arguments in [(3,), (-1,), (0, 5), (0, -1), (0, 3, 2)]:
         with pytest.raises(IndexError):
             data.get(*arguments)
@@ -187,27 +190,13 @@ def _damage(path: Path, change: str) -> None:
 )
 def test_a_damaged_file_gives_one_message_that_names_it(tmp_path: Path, suffix: str, change: str, says: str) -> None:
     prefix = write_tokens(tmp_path / "a", [[1, 2, 3], [4, 5]])
+    with pytest.raises(UserError, match=f"without {suffix}"):
+        IndexedDataset(prefix + suffix)
     _damage(Path(prefix + suffix), change)
     with pytest.raises(UserError) as caught:
         IndexedDataset(prefix)
     assert prefix + suffix in str(caught.value)
     assert says in str(caught.value)
-
-
-def test_a_prefix_with_its_suffix_is_explained(tmp_path: Path) -> None:
-    prefix = write_tokens(tmp_path / "a", [[1]])
-    with pytest.raises(UserError, match="without .bin"):
-        IndexedDataset(prefix + ".bin")
-
-
-def test_a_dataset_without_documents_or_tokens_is_readable(tmp_path: Path) -> None:
-    assert len(IndexedDataset(write_tokens(tmp_path / "none", []))) == 0
-    data = IndexedDataset(write_tokens(tmp_path / "empty", [[], []]))
-    assert (len(data), data.num_tokens, data[1].tolist()) == (2, 0, [])
-
-
-def test_the_header_is_34_bytes() -> None:
-    assert HEADER.size == 34
 
 
 def test_a_second_builder_of_one_prefix_is_told_and_the_first_s_files_are_whole(tmp_path: Path) -> None:

@@ -11,17 +11,11 @@ from megalite.config.errors import FlagError, UserError
 from megalite.data.indexed_dataset import IndexedDatasetBuilder
 from megalite.data.inspection import describe
 from megalite.data.tokenizers import NullTokenizer
-
-
-def write(prefix: Path, documents: list[list[int]]) -> str:
-    with IndexedDatasetBuilder(str(prefix), np.uint16) as builder:
-        for tokens in documents:
-            builder.add_document(tokens)
-    return str(prefix)
+from tests.data.token_files import write_tokens
 
 
 def test_counts_lengths_and_first_documents_are_shown(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", [[1, 2, 3], [], [4] * 6])
+    prefix = write_tokens(tmp_path / "a", [[1, 2, 3], [], [4] * 6])
     text = "\n".join(describe(prefix, NullTokenizer(10), 2, 2))
     assert "a.bin: 18 bytes" in text
     assert "dtype uint16, 3 sequences, 3 documents, 9 tokens" in text
@@ -43,8 +37,8 @@ def test_a_document_of_several_sequences_is_one_document(tmp_path: Path) -> None
 
 
 def test_no_documents_and_wrong_tokenizers_are_said(tmp_path: Path) -> None:
-    assert "0 documents" in list(describe(write(tmp_path / "none", []), None, 2, 2))[-1]
-    prefix = write(tmp_path / "a", [[50]])
+    assert "0 documents" in list(describe(write_tokens(tmp_path / "none", []), None, 2, 2))[-1]
+    prefix = write_tokens(tmp_path / "a", [[50]])
     with pytest.raises(
         UserError, match=r"a: id 50 is outside the vocabulary of 11 ids; it was written with another tokenizer"
     ):
@@ -54,7 +48,7 @@ def test_no_documents_and_wrong_tokenizers_are_said(tmp_path: Path) -> None:
 
 
 def test_a_length_pointer_or_boundary_that_was_changed_is_named(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", [[1, 2, 3], [4, 5], [6]])
+    prefix = write_tokens(tmp_path / "a", [[1, 2, 3], [4, 5], [6]])
     path = tmp_path / "a.idx"
     good = bytearray(path.read_bytes())
     lengths, pointers, documents = 34, 34 + 3 * 4, 34 + 3 * 12

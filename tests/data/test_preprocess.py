@@ -145,14 +145,6 @@ def test_a_bad_line_stops_with_file_and_line_or_is_skipped(tmp_path: Path, messa
     assert documents(tmp_path / "o") == [[n % 7] for n in range(1, 600) if n != 500]
 
 
-def test_the_first_bad_line_is_told_with_several_workers(tmp_path: Path) -> None:
-    content = lines_with(BAD_LINES["null"]).replace(b'"3"', b"3")
-    (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.jsonl:3: the value of 'text' is 3, not a string"):
-        run(tmp_path / "a.jsonl", tmp_path / "o", workers=4, chunk_bytes=200)
-    assert list(tmp_path.glob("o*")) == []
-
-
 def test_bad_lines_of_every_kind_are_told_in_order_whatever_the_number_of_workers(tmp_path: Path) -> None:
     lines = lines_with(b'{"text": "1"}').split(b"\n")
     wanted = {}
@@ -166,6 +158,8 @@ def test_bad_lines_of_every_kind_are_told_in_order_whatever_the_number_of_worker
         options = PreprocessOptions([f"{tmp_path}/a.jsonl"], prefix, on_error="skip", workers=workers, chunk_bytes=500)
         summary = preprocess(options, NULL, lines_told.append)
         assert summary.bad == len(BAD_LINES)
+        with pytest.raises(UserError, match=r"a\.jsonl:500: broken JSON"):
+            preprocess(replace(options, on_error="stop"), NULL)
     assert told[1] == told[4]
     assert [int(line.split(":")[1]) for line in told[1]] == list(wanted)
     assert content(tmp_path / "o1") == content(tmp_path / "o4")
@@ -192,21 +186,6 @@ def test_the_dtype_holds_the_largest_id_that_can_occur(tmp_path: Path, vocab_siz
     run(source, tmp_path / "o", config, append_eod=True)
     assert documents(tmp_path / "o") == [[0, vocab_size - 1, vocab_size]]
     assert IndexedDataset(f"{tmp_path}/o_text_document").dtype == np.dtype(dtype)
-
-
-def test_append_eod_without_an_eod_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    import tokenizers
-
-    learner = tokenizers.ByteLevelBPETokenizer()
-    learner.train_from_iterator(SAMPLES, vocab_size=300, show_progress=False)
-    learner.save(str(tmp_path / "bare.json"))
-    config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "bare.json"))
-    source = write_jsonl(tmp_path / "a.jsonl", SAMPLES)
-    run(source, tmp_path / "fine", config)
-    (tmp_path / "a.jsonl").write_text("not even JSON")
-    with pytest.raises(FlagError, match="--append-eod needs a tokenizer with an end-of-document id"):
-        run(source, tmp_path / "o", config, append_eod=True)
-    assert list(tmp_path.glob("o*")) == []
 
 
 @pytest.mark.parametrize("template", ["$A </s>", "<s> $A", "[g] <s> $A </s>", "$A"])

@@ -14,6 +14,7 @@ import tokenizers
 from megalite.checkpoint.huggingface.travel import tokenizer_of
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
+from megalite.data.chat_forms import PAIR
 from megalite.data.chat_template import ChatTemplate, load_chat
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocess import PreprocessOptions, preprocess
@@ -187,9 +188,11 @@ def test_a_template_that_acts_on_a_special_tokens_text_is_refused(folder: Path) 
 def test_prompts_and_completions_hold_plain_text(folder: Path, theirs: Any, tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(str(folder))
     lines = write_lines(tmp_path / "a.jsonl", [{"prompt": FORGED, "completion": " c<|im_end|>d"}])
-    sequences, _ = SftReader(SftOptions([lines], 999, 1), tokenizer, str(folder)).read([lines], "--sft-data")
+    reader = SftReader(SftOptions([lines], 999, 1), tokenizer, str(folder))
+    sequences, _ = reader.read([lines], "--sft-data")
     expected = [*theirs(FORGED)["input_ids"], *theirs(" c<|im_end|>d")["input_ids"], tokenizer.eod]
     assert sequences.tokens.tolist() == expected
+    assert reader.prompt(FORGED, PAIR) == theirs(FORGED)["input_ids"]  # as an evaluation asks
 
 
 def test_signs_of_the_encoder_in_a_message_are_refused(folder: Path) -> None:

@@ -113,11 +113,6 @@ def test_a_bad_line_is_a_problem_at_its_number(tmp_path: Path, line: bytes, mess
         list(read_documents([path], ["text"]))
 
 
-def test_several_keys_give_several_texts(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", b'{"title": "T", "body": "B", "x": 1}\n')
-    assert list(read_documents([path], ["body", "title"])) == [Document(1, ("B", "T"))]
-
-
 def test_plain_text_is_one_document_a_file_or_paragraphs_or_lines(tmp_path: Path) -> None:
     content = b"\xef\xbb\xbf\r\n  one\r\ntwo\r\n \t \r\n\r\nthree \xe6\x96\x87\nfour"
     path = write(tmp_path / "a.txt", content)
@@ -168,11 +163,8 @@ def test_inputs_keep_their_order_and_patterns_are_sorted(tmp_path: Path) -> None
     relative = [str(Path(p).relative_to(tmp_path)) for p in expand_inputs([f"{tmp_path}/c.txt", f"{tmp_path}/*.jsonl"])]
     assert relative == ["c.txt", "a.jsonl", "b.jsonl"]
     assert len(expand_inputs([f"{tmp_path}/**/*.jsonl"])) == 3
-
-
-def test_a_file_with_pattern_characters_in_its_name_is_found(tmp_path: Path) -> None:
-    path = write(tmp_path / "part[1].jsonl", JSONL)
-    assert expand_inputs([path]) == [path]
+    with_pattern_characters = write(tmp_path / "part[1].jsonl", JSONL)
+    assert expand_inputs([with_pattern_characters]) == [with_pattern_characters]
 
 
 def test_inputs_that_mean_nothing_are_refused(tmp_path: Path) -> None:
