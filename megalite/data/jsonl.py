@@ -11,11 +11,10 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 from megalite.config.errors import UserError
-from megalite.data.text_input import COMPRESSED, check_unicode, parse_json, read_chunks, shown
+from megalite.data.text_input import check_unicode, parse_json, read_chunks, shown, suffix_of
 
 # Code points that Unicode reserves for a program's own use and that no text holds: signs between the writer of a text
 # and its encoder.
@@ -46,11 +45,9 @@ def read_lines(path: str, flag: str, progress: Progress | None = None) -> Iterat
     `flag`: what named the file. Raises UserError with file and line for a line that isn't a JSON object in UTF-8, or
     whose strings aren't Unicode text.
     """
-    name = PurePath(path)
-    suffix = PurePath(name.stem).suffix if name.suffix.lower() in COMPRESSED else name.suffix
     if os.path.isdir(path):
         raise UserError(f"{flag} {path} is a folder: give the files in it")
-    if suffix.lower() not in (".jsonl", ".json"):
+    if suffix_of(path) not in (".jsonl", ".json"):
         raise UserError(f"{flag} {path}: JSON lines are needed (.jsonl, .json, + .gz, .zst)")
     if not os.path.isfile(path):
         raise UserError(f"{flag} {path}: no such file")

@@ -77,7 +77,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         self._loader: DataLoader[Any] | None = DataLoader(
             _Reader(dataset, trim_multiple),
             batch_size=None,
-            sampler=sampler,  # type: ignore[arg-type]
+            sampler=sampler,
             num_workers=num_workers,
             collate_fn=_unchanged,
             worker_init_fn=partial(_start_worker, os.getpid()),

@@ -144,10 +144,6 @@ def _checked(options: PreprocessOptions) -> list[str]:
     """The input files; FlagError or UserError for options that can't work."""
     paths = expand_inputs(options.inputs)
     check_keys(paths, options.json_keys)
-    if options.workers < 1:
-        raise FlagError(f"--workers {options.workers} must be at least 1")
-    if options.log_interval < 1:
-        raise FlagError(f"--log-interval {options.log_interval} must be at least 1")
     if not os.path.basename(options.output_prefix):
         raise FlagError(f"--output-prefix {options.output_prefix!r} is a folder; add the start of a file name")
     return paths

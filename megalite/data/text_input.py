@@ -82,12 +82,15 @@ def refuse_repeats(paths: Iterable[str]) -> None:
         seen.add(real)
 
 
+def suffix_of(path: str) -> str:
+    """The end of a file's name that says its format, in small letters, without that of its compression."""
+    name = PurePath(path)
+    return (PurePath(name.stem) if name.suffix.lower() in COMPRESSED else name).suffix.lower()
+
+
 def kind_of(path: str, text_documents: str = "file") -> str:
     """How a file is read, by its name: `.txt` is plain text, all else JSON lines; `.gz` and `.zst` may follow."""
-    suffixes = PurePath(path).suffixes
-    if suffixes and suffixes[-1].lower() in COMPRESSED:
-        suffixes.pop()
-    suffix = suffixes[-1].lower() if suffixes else ""
+    suffix = suffix_of(path)
     if suffix in (".parquet", ".arrow", ".csv", ".tsv", ".xz", ".bz2", ".zip", ".tar"):
         raise UserError(
             f"--input {path}: {suffix} is not supported; give JSON lines or plain text (.jsonl, .txt, + .gz, .zst)"

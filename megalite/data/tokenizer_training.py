@@ -21,7 +21,6 @@ from megalite.files.atomic import replacing
 
 PIECE_BYTES = 4096  # text is learned from in pieces of about this size, cut at line starts
 LEAST_VOCAB_SIZE = 260
-MODEL_TYPES = ("bpe", "unigram")
 
 
 @dataclass(frozen=True)
@@ -45,16 +44,12 @@ def train_tokenizer(options: TrainingOptions) -> str:
     Ids: 0 unknown (never used), 1 `<s>`, 2 `</s>` (the EOD), 3 to 258 the bytes, then pieces. Raises FlagError for
     bad options and UserError for input that can't be read or doesn't suit the vocabulary size.
     """
-    if options.model_type not in MODEL_TYPES:
-        raise FlagError(f"--model-type {options.model_type}: choose from {', '.join(MODEL_TYPES)}")
     if options.vocab_size < LEAST_VOCAB_SIZE:
         raise FlagError(
             f"--vocab-size {options.vocab_size} must be at least {LEAST_VOCAB_SIZE}: 3 special ids, 256 bytes, and more"
         )
     if not 0.9 <= options.character_coverage <= 1:
         raise FlagError(f"--character-coverage {options.character_coverage}: must be from 0.9 to 1")
-    if options.max_bytes < 1:
-        raise FlagError(f"--max-bytes {options.max_bytes} must be at least 1")
     paths = expand_inputs(options.inputs)
     check_keys(paths, options.json_keys)
     documents = read_documents(paths, options.json_keys, options.text_documents)

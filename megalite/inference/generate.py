@@ -7,6 +7,7 @@ prompt alone would give. The prompts first go through the model at once, filling
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
@@ -123,47 +124,32 @@ def virtual_tokens(model: GPTStage) -> int:
     return 0 if model.virtual is None else model.virtual.count
 
 
+def room_after(model: GPTStage, prompt: int) -> tuple[float, str]:
+    """How many ids may follow a prompt of so many, and what a longer text meets: the end of learned positions, or
+    positions at which the keys in the cache would have to be rotated again, since dynamic and longrope positions depend
+    on the text's length. Infinity where there is no such limit, though a model may write poorly beyond the length it
+    was trained on."""
+    config, virtual = model.config, virtual_tokens(model)
+    kind, rows = config.position_embedding_type, config.max_position_embeddings
+    if kind == "learned_absolute" and rows is not None:
+        return rows - virtual - prompt, f"more than the model's {rows - virtual} learned positions"
+    limit = config.rope_original_max_position_embeddings - virtual
+    if not scales_by_length(config) or (kind == "longrope" and prompt > limit):
+        return math.inf, ""
+    most = max(1, limit + 1 - prompt)  # nothing is computed after the last
+    return most, f"so long a text that {kind} positions would have to rotate the keys in the cache again"
+
+
 def check_lengths(model: GPTStage, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
-    """A UserError where a prompt and its new tokens need more learned positions than there are, or positions at which
-    cached keys would have to be rotated again. Other rotary positions and none have no such limit, though a model may
-    write poorly beyond the length it was trained on."""
-    if scales_by_length(model.config):
-        _check_scaling(model, prompts, options)
-    rows = model.config.max_position_embeddings
-    if model.config.position_embedding_type != "learned_absolute" or rows is None:
-        return
-    limit = rows - virtual_tokens(model)
+    """A UserError where there is no room for a prompt's new tokens."""
     for number, prompt in enumerate(prompts, start=1):
-        if len(prompt) + options.max_new_tokens <= limit:
-            continue
-        room = limit - len(prompt)
-        remedy = f"use --max-new-tokens {room} or less" if room > 0 else f"shorten it to {limit - 1} tokens or less"
-        raise UserError(
-            f"prompt {number} has {len(prompt)} tokens; with --max-new-tokens {options.max_new_tokens} that is more "
-            f"than the model's {limit} learned positions: {remedy}"
-        )
-
-
-def most_new_tokens(model: GPTStage, prompt: int) -> int | None:
-    """How many ids may follow a prompt of that many before keys in the cache would have to be rotated again, since
-    dynamic and longrope positions depend on the text's length; None where there is no such limit."""
-    kind, original = model.config.position_embedding_type, model.config.rope_original_max_position_embeddings
-    limit = original - virtual_tokens(model)
-    if not scales_by_length(model.config) or (kind == "longrope" and prompt > limit):
-        return None
-    return max(1, limit + 1 - prompt)  # nothing is computed after the last
-
-
-def _check_scaling(model: GPTStage, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
-    for number, prompt in enumerate(prompts, start=1):
-        room = most_new_tokens(model, len(prompt))
-        if room is None or options.max_new_tokens <= room:
-            continue
-        raise UserError(
-            f"prompt {number} has {len(prompt)} tokens; with --max-new-tokens {options.max_new_tokens} the text grows "
-            f"so long that {model.config.position_embedding_type} positions would have to rotate the keys in the cache "
-            f"again: use --max-new-tokens {room} or less, or a shorter prompt"
-        )
+        room, reason = room_after(model, len(prompt))
+        if options.max_new_tokens > room:
+            remedy = f"use --max-new-tokens {room} or less, or " if room > 0 else ""
+            raise UserError(
+                f"prompt {number} has {len(prompt)} tokens; with --max-new-tokens {options.max_new_tokens} that is "
+                f"{reason}: {remedy}shorten it"
+            )
 
 
 def stream(
@@ -207,21 +193,3 @@ def _steps(
         if not any(running):
             return
         yield [token if runs else None for runs, token in zip(running, ids, strict=True)]
-
-
-def generate(
-    model: GPTStage,
-    prompts: Sequence[Sequence[int]],
-    options: GenerationOptions,
-    *,
-    stop: Collection[int] = (),
-    unknown: Tensor | None = None,
-    indices: Sequence[int] | None = None,
-) -> list[list[int]]:
-    """The new ids of each prompt, fewer than `max_new_tokens` where the model chose one of `stop`. See `stream`."""
-    results: list[list[int]] = [[] for _ in prompts]
-    for step in stream(model, prompts, options, stop=stop, unknown=unknown, indices=indices):
-        for result, token in zip(results, step, strict=True):
-            if token is not None:
-                result.append(token)
-    return results

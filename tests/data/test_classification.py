@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 
 from megalite.config.errors import UserError
 from megalite.data.classification import (
@@ -21,7 +20,7 @@ from megalite.data.loader import MicrobatchIterator
 from megalite.data.packing import trim
 from megalite.data.sft import SftOptions
 from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer
-from tests.data.chat_files import chat_tokenizer, write_lines
+from tests.data.chat_files import chat_tokenizer, put_template, write_lines
 
 NULL = NullTokenizer(99)
 LINES: list[dict[str, Any]] = [
@@ -125,12 +124,7 @@ def test_one_class_or_none_is_told(tmp_path: Path) -> None:
 
 def test_a_cut_text_keeps_the_tokens_that_transformers_keeps(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    file = chat_tokenizer(tmp_path) / "tokenizer.json"
-    backend = tokenizers.Tokenizer.from_file(str(file))
-    special = [(name, backend.token_to_id(name)) for name in ("<|begin|>", "<|im_end|>")]
-    template = tokenizers.processors.TemplateProcessing(single="<|begin|> $A <|im_end|>", special_tokens=special)
-    backend.post_processor = template
-    backend.save(str(file))
+    put_template(chat_tokenizer(tmp_path), "<|begin|> $A <|im_end|>")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
     lines = [{"text": "The quick brown fox " * count, "label": count} for count in (1, 2, 9)]
     data = write_lines(tmp_path / "a.jsonl", lines)

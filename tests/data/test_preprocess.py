@@ -17,7 +17,8 @@ from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocess import PreprocessOptions, Summary, preprocess
-from tests.data.corpora import SAMPLES, sentencepiece_model, write_jsonl
+from tests.data.chat_files import put_template
+from tests.data.corpora import SAMPLES, byte_level, sentencepiece_model, write_jsonl
 
 NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=1000)
 
@@ -190,16 +191,10 @@ def test_the_dtype_holds_the_largest_id_that_can_occur(tmp_path: Path, vocab_siz
 
 @pytest.mark.parametrize("template", ["$A </s>", "<s> $A", "[g] <s> $A </s>", "$A"])
 def test_documents_are_the_text_alone_whatever_the_tokenizers_own_template(tmp_path: Path, template: str) -> None:
-    import tokenizers
-
-    learner = tokenizers.ByteLevelBPETokenizer()
-    special = ["<s>", "</s>", "[g]"]
-    learner.train_from_iterator(SAMPLES, vocab_size=300, special_tokens=special, show_progress=False)
+    learner = byte_level(300, "<s>", "</s>", "[g]")
     plain = [learner.encode(text).ids for text in SAMPLES]
-    learner._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single=template, special_tokens=[(name, number) for number, name in enumerate(special)]
-    )
     learner.save(str(tmp_path / "tokenizer.json"))
+    put_template(tmp_path, template)
     config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     source = write_jsonl(tmp_path / "a.jsonl", SAMPLES)
     told: list[str] = []
@@ -242,7 +237,7 @@ def test_plain_text_is_tokenized_whole_and_a_single_document_is_noted(tmp_path: 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"workers": 0}, "--workers 0"), ({"log_interval": 0}, "--log-interval 0"), ({"json_keys": []}, "--json-keys")],
+    [({"json_keys": ["a", "a"]}, "--json-keys a a"), ({"json_keys": []}, "--json-keys")],
 )
 def test_options_that_cannot_work_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(FlagError, match=message):

@@ -10,7 +10,7 @@ import tokenizers
 from megalite.config.errors import UserError
 from megalite.data.segments import BOS_SIGN, EOD_SIGN, Segment, TextEncoder
 from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer
-from tests.data.chat_files import chat_tokenizer
+from tests.data.chat_files import chat_tokenizer, put_template
 from tests.data.corpora import SAMPLES, sentencepiece_model
 
 
@@ -46,17 +46,12 @@ def test_where_a_token_lies_across_the_cut_the_prompt_has_the_ids_that_generatio
 
 def test_what_the_tokenizers_own_template_adds_is_left_out(tmp_path: Path) -> None:
     folder = chat_tokenizer(tmp_path)
-    file = str(folder / "tokenizer.json")
-    plain = HuggingFaceTokenizer(file)
+    plain = HuggingFaceTokenizer(str(folder))
     for template, before, after in (("<|begin|> $A", 1, 0), ("<|begin|> $A <|im_end|>", 1, 1), ("$A <|im_end|>", 0, 1)):
-        backend = tokenizers.Tokenizer.from_file(file)
-        special = [(name, backend.token_to_id(name)) for name in ("<|begin|>", "<|im_end|>")]
-        backend.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
-        backend.save(str(tmp_path / "changed.json"))
-        tokenizer = HuggingFaceTokenizer(str(tmp_path / "changed.json"))
+        tokenizer = HuggingFaceTokenizer(str(put_template(folder, template)))
         assert len(tokenizer.tokenize("")) == before + after
         encoder = TextEncoder(tokenizer)
-        assert encoder.prefix == [special[0][1]] * before
+        assert encoder.prefix == [plain.special["<|begin|>"]] * before
         for text in SAMPLES:
             assert encoder.ids(text) == plain.tokenize(text)
 

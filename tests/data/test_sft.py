@@ -20,7 +20,7 @@ from megalite.data.sample_cache import SampleCache
 from megalite.data.sft import SftOptions, SftReader, build_sft_datasets, check_sft, hold_out
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, build_tokenizer
-from tests.data.chat_files import CONVERSATION, REASONING_TEMPLATE, chat_tokenizer, pairs, write_lines
+from tests.data.chat_files import CONVERSATION, REASONING_TEMPLATE, chat_tokenizer, pairs, put_template, write_lines
 
 NULL = NullTokenizer(99)
 MESSAGES = [{"role": "user", "content": "q\nx"}, {"role": "assistant", "content": "a"}]
@@ -73,20 +73,12 @@ def test_a_pair_counts_its_completion_and_eos(tmp_path: Path) -> None:
 
 
 def test_a_pair_begins_with_what_the_tokenizer_puts_before_a_text_and_ends_with_one_eos(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    file = str(chat_tokenizer(tmp_path) / "tokenizer.json")
-    backend = tokenizers.Tokenizer.from_file(file)
-    names = ("<|begin|>", "<|im_end|>")
-    special = [(name, backend.token_to_id(name)) for name in names]
-    backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<|begin|> $A <|im_end|>", special_tokens=special
-    )
-    backend.save(file)
+    put_template(chat_tokenizer(tmp_path), "<|begin|> $A <|im_end|>")
     tokenizer = HuggingFaceTokenizer(str(tmp_path))
     data = write_lines(tmp_path / "a.jsonl", [{"prompt": "The quick", "completion": " brown fox"}])
     sequences, _ = SftReader(options(data), tokenizer, None).read([data], "--sft-data")
     assert sequences.tokens.tolist() == tokenizer.tokenize("The quick brown fox")
-    assert sequences.counted.sum() == len(backend.encode(" brown fox", add_special_tokens=False).ids) + 1
+    assert sequences.counted.sum() == len(tokenizer.tokenize_alone([" brown fox"], special=True)[0]) + 1
 
 
 def test_conversations_and_pairs_may_share_a_file(tmp_path: Path, chat_folder: Path) -> None:

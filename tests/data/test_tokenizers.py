@@ -16,7 +16,7 @@ import tokenizers
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
 from megalite.data.tokenizers import IncrementalDetokenizer, Tokenizer, build_tokenizer, require_eod
-from tests.data.corpora import CHINESE, CODE, EMOJI, ENGLISH, ODD, SAMPLES, sentencepiece_model
+from tests.data.corpora import CHINESE, CODE, EMOJI, ENGLISH, ODD, SAMPLES, byte_level, sentencepiece_model
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +32,14 @@ def sentencepiece_file(folder: Path) -> str:
 @pytest.fixture(scope="module")
 def bpe_files(folder: Path) -> tuple[str, str]:
     """vocab.json and merges.txt of a byte-level BPE that holds `<|endoftext|>`."""
-    learner = tokenizers.ByteLevelBPETokenizer()
-    learner.train_from_iterator(SAMPLES * 3, vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
-    learner.save_model(str(folder), "bpe")
+    byte_level(400, "<|endoftext|>").save_model(str(folder), "bpe")
     return str(folder / "bpe-vocab.json"), str(folder / "bpe-merges.txt")
 
 
 @pytest.fixture(scope="module")
 def hf_folder(folder: Path) -> Path:
     """A byte-level tokenizer.json that asks for truncation, has a hole in its ids, and names its EOS beside it."""
-    learner = tokenizers.ByteLevelBPETokenizer()
-    learner.train_from_iterator(SAMPLES * 3, vocab_size=400, special_tokens=["<bos>", "<stop>"], show_progress=False)
+    learner = byte_level(400, "<bos>", "<stop>")
     place = folder / "hf"
     place.mkdir()
     learner.enable_truncation(4)
@@ -227,9 +224,7 @@ def test_gpt2_ids_are_those_of_transformers(
     assert truth.eos_token_id == ours.eod
     for text in (*SAMPLES, *ODD, "one<|endoftext|>two"):
         assert ours.tokenize(text) == truth(text)["input_ids"]
-    learner = tokenizers.ByteLevelBPETokenizer()
-    learner.train_from_iterator(SAMPLES, vocab_size=300, show_progress=False)
-    files = learner.save_model(str(tmp_path))  # without the end of text
+    files = byte_level().save_model(str(tmp_path))  # without the end of text
     truth = GPT2TokenizerFast(vocab=files[0], merges=files[1])
     ours = build("GPT2BPETokenizer", vocab_file=files[0], merge_file=files[1])
     assert (ours.vocab_size, ours.eod) == (len(truth), truth.eos_token_id) == (301, 300)
@@ -291,9 +286,7 @@ def test_null_tokenizer_reads_ids_and_has_one_more_for_eod() -> None:
 
 
 def test_a_tokenizer_json_without_eos_has_no_eod_and_append_eod_is_refused(folder: Path) -> None:
-    learner = tokenizers.ByteLevelBPETokenizer()
-    learner.train_from_iterator(SAMPLES, vocab_size=300, show_progress=False)
-    learner.save(str(folder / "bare.json"))
+    byte_level().save(str(folder / "bare.json"))
     tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(folder / "bare.json"))
     assert tokenizer.eod is None
     assert tokenizer.detokenize(tokenizer.tokenize(CODE)) == CODE
