@@ -13,8 +13,6 @@ taken at its word.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
@@ -24,9 +22,8 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from megalite.config.errors import FlagError, UserError
-from megalite.data.jinja_environment import CLOSE, OPEN, keys_and_variables, template_environment
+from megalite.data.jinja_environment import CLOSE, OPEN, keys_and_variables, template_environment, with_parsed_calls
 from megalite.data.segments import BOS_SIGN, EOD_SIGN, Segment, TextEncoder, unguarded
-from megalite.data.text_input import shown
 from megalite.data.tokenizer_base import Tokenizer, first_line, read_file
 from megalite.data.tokenizer_json import ROLES, json_object
 
@@ -100,11 +97,12 @@ class ChatTemplate:
         content (`<think>`)."""
         question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
         try:
-            told = self.render([question, answer, question])
-            begun = self.render([question], add_generation_prompt=True)
+            conversation = self.render([question, answer, question])
+            prompt = self.render([question], add_generation_prompt=True)
         except UserError:  # it refuses even the plainest conversation
-            told = begun = ""
-        return {token for token in tokens if (token in told and token in begun) or token in self.variables.values()}
+            conversation = prompt = ""
+        ends = self.variables.values()
+        return {token for token in tokens if (token in conversation and token in prompt) or token in ends}
 
     def samples(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, trained: Collection[int] | None = None
@@ -241,7 +239,7 @@ class ChatTemplate:
     def _write(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
-                messages=_with_objects(list(messages)),
+                messages=[with_parsed_calls(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -362,27 +360,6 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {change(key): one if key == "role" else _each_text(one, change) for key, one in value.items()}
     return [_each_text(one, change) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _with_objects(value: Any) -> Any:
-    """Messages with the `arguments` of their tool calls as objects, which is what templates expect. OpenAI's form has
-    them as JSON in a string, and a template that writes JSON would write that string as a string once more."""
-    if isinstance(value, list):
-        return [_with_objects(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    change = {"tool_calls": _with_objects, "function": _with_objects, "arguments": _arguments}
-    return {key: change[key](each) if key in change else each for key, each in value.items()}
-
-
-def _arguments(given: Any) -> Any:
-    if not isinstance(given, str):
-        return given
-    with contextlib.suppress(ValueError):
-        value = json.loads(given or "{}")
-        if isinstance(value, dict):
-            return value
-    raise UserError(f"the arguments of a tool call must be an object, or JSON of one, not {shown(given)}")
 
 
 def _answers(messages: Sequence[Message]) -> list[int]:

@@ -57,7 +57,7 @@ def read_labelled_texts(
     puts after every text stays at its end, as with transformers' `truncation=True`.
 
     A label is a string or a whole number. names: the classes in order; None: those that occur, sorted (numbers by
-    value). cache: where they are kept; `notes` gets what is to be told of it. Raises UserError with file and line for
+    value). cache: where they are kept; `notes` gets messages about it. Raises UserError with file and line for
     a line that can't be used or a label that isn't in `names`.
     """
 

@@ -185,15 +185,18 @@ class _Builder:
             self._summarise(source, members, [len(member) if size is None else size for member in members])
             return members[0] if alone else ConcatDataset(members)
         if weights is None:
-            return self._by_size(source, size)
-        shares = normalize(weights)
-        drawn, built = member_sizes(size, shares)
-        members = [self._member(source, prefix, count) for prefix, count in zip(prefixes, built, strict=True)]
-        self._summarise(source, members, drawn)
-        return self._blended(source, members, shares, sum(drawn))
+            members, shares, size = self._by_size(source, size)
+        else:
+            shares = normalize(weights)
+            drawn, built = member_sizes(size, shares)
+            members = [self._member(source, prefix, count) for prefix, count in zip(prefixes, built, strict=True)]
+            self._summarise(source, members, drawn)
+            size = sum(drawn)
+        return BlendedDataset(members, shares, size, self._folder(prefixes[0]), self.result.notes)
 
-    def _by_size(self, source: SplitSource, size: int) -> SampleSource:
-        """Prefixes alone: one epoch of each, weighted by its samples, no more samples than there are."""
+    def _by_size(self, source: SplitSource, size: int) -> tuple[list[GPTDataset], list[float], int]:
+        """Members, weights and size of prefixes alone: one epoch of each, weighted by its samples, no more samples than
+        there are."""
         members = [self._member(source, prefix, None, may_be_short=True) for prefix in source.blend.prefixes]
         available = sum(len(member) for member in members)
         if not available:
@@ -208,12 +211,7 @@ class _Builder:
             )
         self._summarise(source, members, [round(size * len(member) / available) for member in members])
         members = [member for member in members if len(member)]
-        return self._blended(source, members, [len(member) for member in members], min(size, available))
-
-    def _blended(
-        self, source: SplitSource, members: Sequence[SampleSource], weights: Sequence[float], size: int
-    ) -> BlendedDataset:
-        return BlendedDataset(members, weights, size, self._folder(source.blend.prefixes[0]), self.result.notes)
+        return members, [len(member) for member in members], min(size, available)
 
     def _folder(self, prefix: str) -> str:
         return self.config.data.data_cache_path or os.path.join(os.path.dirname(os.path.abspath(prefix)), "cache")

@@ -235,7 +235,8 @@ class IndexedDatasetBuilder:
 
     Writes temporary files beside both. At the end of the block they get their names, the index last; where the block
     fails they are removed. Until then it owns the prefix: another builder of it gets a UserError that names this
-    process (`files.owner`). `origin`: what is told beside them of the tokenizer (`data.origin`).
+    process (`files.owner`). `origin`: the tokenizer, as `data.origin` describes it; written
+    to a third file.
     """
 
     def __init__(self, prefix: str, dtype: Any = np.int32, origin: Mapping[str, Any] | None = None) -> None:
@@ -322,9 +323,9 @@ class IndexedDatasetBuilder:
         path = Path(origin_path(self.prefix))
         path.unlink(missing_ok=True)
         if self.origin is not None:
-            told = {"origin": dict(self.origin), "bytes": sum(self._lengths) * self.dtype.itemsize}
+            content = {"origin": dict(self.origin), "bytes": sum(self._lengths) * self.dtype.itemsize}
             with replacing(path) as stream:
-                stream.write(json.dumps(told, indent=2).encode() + b"\n")
+                stream.write(json.dumps(content, indent=2).encode() + b"\n")
 
     def _write_index(self, index: BinaryIO) -> None:
         lengths = np.asarray(self._lengths, dtype="<i4")

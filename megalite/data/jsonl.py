@@ -1,7 +1,7 @@
 """Reads labelled examples: JSON objects, one a line or all in one list, any keys.
 
-The key idea: a line carries its file and number, so that whatever is found wrong with it later, far from the file, is
-told by file and line.
+The key idea: a line carries its file and number, so an error that is found later, far from the file, still names file
+and line.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from megalite.config.errors import UserError
 from megalite.data.text_input import check_unicode, parse_json, read_chunks, shown, suffix_of
 
-# Code points that Unicode reserves for a program's own use and that no text holds: signs between the writer of a text
-# and its encoder.
+# Code points that Unicode reserves for a program's own use, so no text holds them: marks that the code that writes a
+# text leaves for the code that encodes it.
 NONCHARACTERS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4\ufdd5\ufdd6"
 _NEXT_OF_LIST = re.compile(r"[^\s,]")  # in a list that is known to be valid
 
 Progress = Callable[[int], object]
-"""Is told of bytes of a file, as it lies on disk, that were read."""
+"""Is called with the number of bytes that were read of a file, compressed as it is on disk."""
 
 
 @dataclass(frozen=True)

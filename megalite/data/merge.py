@@ -26,14 +26,17 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> tuple[int, int,
         raise UserError(
             f"--output-prefix {output_prefix} is one of the parts; choose another, or remove the old result"
         )
-    parts = [IndexedDataset(prefix) for prefix in prefixes]
-    _check_alike(parts)
+    _check_alike(prefixes)
     origins = [read_origin(prefix) for prefix in prefixes]
     origin = origins[0] if all(each == origins[0] for each in origins) else None
-    with IndexedDatasetBuilder(output_prefix, parts[0].dtype, origin) as builder:
-        for part in tqdm(parts, desc="merge", unit="part", disable=None):
+    documents = tokens = 0
+    with IndexedDatasetBuilder(output_prefix, IndexedDataset(prefixes[0]).dtype, origin) as builder:
+        for prefix in tqdm(prefixes, desc="merge", unit="part", disable=None):
+            part = IndexedDataset(prefix)
             builder.add_index(part)
-    return len(parts), sum(part.num_documents for part in parts), sum(part.num_tokens for part in parts)
+            documents += part.num_documents
+            tokens += part.num_tokens
+    return len(prefixes), documents, tokens
 
 
 def expand_prefixes(inputs: Sequence[str]) -> list[str]:
@@ -61,18 +64,22 @@ def _pairs_in(folder: str) -> list[str]:
     return [os.path.join(folder, stem) for stem in sorted(stems)]
 
 
-def _check_alike(parts: Sequence[IndexedDataset]) -> None:
+def _check_alike(prefixes: Sequence[str]) -> None:
     """Raise UserError for parts of different dtypes, and where some have a mode for each of their sequences (multimodal
     data) and others none."""
-    first = parts[0]
-    for other in parts[1:]:
-        if other.dtype != first.dtype:
+    first = IndexedDataset(prefixes[0]).dtype
+    having, lacking = [], []
+    for prefix in prefixes:
+        part = IndexedDataset(prefix)  # one open at a time: each takes file descriptors
+        if part.dtype != first:
             raise UserError(
-                f"{other.prefix} holds {other.dtype.name} tokens and {first.prefix} {first.dtype.name}: "
+                f"{prefix} holds {part.dtype.name} tokens and {prefixes[0]} {first.name}: "
                 "they come from vocabularies of different sizes and can't be joined"
             )
-    having = [part.prefix for part in parts if part.sequence_modes is not None]
-    lacking = [part.prefix for part in parts if part.sequence_modes is None and len(part)]
+        if part.sequence_modes is not None:
+            having.append(prefix)
+        elif len(part):
+            lacking.append(prefix)
     if having and lacking:
         raise UserError(
             f"{idx_path(having[0])} has a mode for each sequence (multimodal data) and {idx_path(lacking[0])} has "

@@ -33,7 +33,7 @@ from megalite.data.origin import origin_of
 from megalite.data.text_input import Chunk, Document, Problem, check_keys, expand_inputs, parse_chunk, read_chunks
 from megalite.data.tokenizers import Tokenizer, build_tokenizer, require_eod
 
-REPORTED_PROBLEMS = 20  # skipped documents told one by one; the rest is only counted
+REPORTED_PROBLEMS = 20  # skipped documents reported one by one; the rest is only counted
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,11 @@ class SampleCache:
         tokenizer: Tokenizer,
         paths: Sequence[str],
         key: Mapping[str, Any],
-        beside: str,
+        extra: str,
         build: Callable[[Progress], tuple[TokenSequences, np.ndarray]],
         notes: list[str],
     ) -> tuple[TokenSequences, np.ndarray]:
-        """The samples of the data files `paths`, and one more array, called `beside`: mapped where they are there, else
+        """The samples of the data files `paths`, and one more array, called `extra`: mapped where they are there, else
         built under a progress bar and stored. `key`: what they depend on besides. `build` calls back with the bytes
         that it has read."""
         libraries = {name: _version(name) for name in _LIBRARIES}
@@ -55,7 +55,7 @@ class SampleCache:
                 sequences, more = build(bar.update)
             return *vars(sequences).values(), more
 
-        names = (*_SEQUENCES, beside)
+        names = (*_SEQUENCES, extra)
         *sequences, more = cached_arrays(folder, os.path.basename(paths[0]), whole, names, arrays, notes)
         return TokenSequences(*sequences), more
 

@@ -60,7 +60,7 @@ class TextEncoder:
         self._guarded = re.compile(f"{_OPEN}({names}){_CLOSE}|({names})")
 
     def protect(self, text: str) -> str:
-        """A user's text, in which what looks like a special token is none, unless the tokenizer is told otherwise."""
+        """A user's text, in which what looks like a special token is none, but with --parse-special-tokens."""
         if self._names is None or self.tokenizer.parse_special_tokens:
             return text
         return self._names.sub(rf"{_OPEN}\g<0>{_CLOSE}", text)

@@ -153,7 +153,7 @@ def check_sft(options: SftOptions, tokenizer: Tokenizer, tokenizer_model: str | 
             reader.chat  # noqa: B018 (loads it, whether or not the first lines need it)
     except UserError as error:
         return [str(error)]
-    return problems_of_first_lines(options, lambda line: [reader.fits(line, pieces) for pieces in reader.encode(line)])
+    return problems_of_first_lines(options, reader.check)
 
 
 def problems_of_first_lines(options: SftOptions, read: Callable[[Line], object]) -> list[str]:
@@ -237,8 +237,7 @@ class SftReader:
     ) -> None:
         ids = [i for piece in pieces for i in piece.ids]
         counted = [piece.counted for piece in pieces for _ in piece.ids]
-        answers = sum(counted[1:])
-        kept = self._kept(counted) if self.fits(line, pieces) else 0
+        answers, kept = sum(counted[1:]), self.kept(line, counted)
         if not kept:
             report.dropped += 1
             report.dropped_tokens += answers
@@ -251,23 +250,27 @@ class SftReader:
         report.truncated += left < answers
         report.lost_tokens += answers - left
 
-    def fits(self, line: Line, pieces: Sequence[EncodedPiece]) -> bool:
-        """Whether all answers of a sample lie within a row, or it may be cut. A UserError where none may be longer."""
+    def kept(self, line: Line, counted: Sequence[bool]) -> int:
+        """Tokens of a sample that stay: up to the last answer token in the row, 0 if none stays. `counted`: which are
+        in answers. A UserError where answers don't fit and none may be cut or dropped."""
         room = self.options.seq_length + 1  # the last token is only a label
-        counted = [piece.counted for piece in pieces for _ in piece.ids]
-        length = max((place + 1 for place, counts in enumerate(counted) if counts), default=0)
-        if length > room and self.options.long_answers == "error":
-            raise line.error(
-                f"the sample has {length} tokens, {sum(counted)} of them in answers, but --seq-length "
-                f"{self.options.seq_length} allows {room}: raise it, shorten the sample, or give --sft-long-answers "
-                "truncate or drop"
-            )
-        return length <= room or self.options.long_answers == "truncate"
+        answers = [place for place, counts in enumerate(counted) if counts and place > 0]
+        fitting = [place for place in answers if place < room]
+        if len(fitting) < len(answers):
+            if self.options.long_answers == "error":
+                raise line.error(
+                    f"the sample has {answers[-1] + 1} tokens, {sum(counted)} of them in answers, but --seq-length "
+                    f"{self.options.seq_length} allows {room}: raise it, shorten the sample, or give "
+                    "--sft-long-answers truncate or drop"
+                )
+            if self.options.long_answers == "drop":
+                return 0
+        return fitting[-1] + 1 if fitting else 0
 
-    def _kept(self, counted: Sequence[bool]) -> int:
-        """Tokens of a sample that stay: up to the last answer token in the row; 0 where none is."""
-        answers = [place for place, counts in enumerate(counted[: self.options.seq_length + 1]) if counts]
-        return answers[-1] + 1 if answers and answers[-1] > 0 else 0
+    def check(self, line: Line) -> None:
+        """Raise UserError where a line can't be used."""
+        for pieces in self.encode(line):
+            self.kept(line, [piece.counted for piece in pieces for _ in piece.ids])
 
     def encode(self, line: Line) -> list[list[EncodedPiece]]:
         """The samples of a line: ids of context and answers apart, each sample ending with an answer. One, or several

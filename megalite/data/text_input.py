@@ -2,7 +2,7 @@
 
 The key idea: reading and parsing are apart. `read_chunks` cuts files into chunks of whole lines without looking at
 them, which is cheap, and `parse_chunk` finds the documents in one chunk, in whichever process has time. A chunk knows
-its file and first line, so that whatever is wrong with a document can be told by file and line.
+its file and first line, so an error in a document names file and line.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def read_chunks(paths: Iterable[str], text_documents: str = "file", chunk_bytes:
 
 def _chunks_of(path: str, kind: str, chunk_bytes: int) -> Iterator[Chunk]:
     buffer = bytearray()
-    line, told, searched = 1, 0, 0
+    line, reported, searched = 1, 0, 0
     with open(path, "rb") as file:
         # The empty block at the end ends the last document.
         for block in itertools.chain(_blocks(file, path, chunk_bytes), [b""]):
@@ -136,9 +136,9 @@ def _chunks_of(path: str, kind: str, chunk_bytes: int) -> Iterator[Chunk]:
             if cut or (kind == "file" and not block):
                 data = bytes(buffer[:cut])
                 del buffer[:cut]
-                yield Chunk(path, kind, line, _without_mark(data, path) if line == 1 else data, file.tell() - told)
+                yield Chunk(path, kind, line, _without_mark(data, path) if line == 1 else data, file.tell() - reported)
                 line += data.count(b"\n")
-                told = file.tell()
+                reported = file.tell()
             searched = len(buffer)
 
 
@@ -255,7 +255,8 @@ def parse_json(line: bytes, make_object: Callable[[list[tuple[str, Any]]], Any] 
 def check_unicode(text: str, what: str) -> None:
     """Raise ValueError where a text, called `what`, holds half of a surrogate pair, as JSON's escapes can write it."""
     try:
-        text.encode("utf-8")
+        if not text.isascii():
+            text.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
         raise ValueError(f"{what} holds {half}, half of a surrogate pair, which is not valid text") from None

@@ -228,8 +228,8 @@ def _refusal(found: ValidationError) -> ApiError:
     where = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {where!r}", param=where)
-    told = " is not supported" if where in _Unsupported.model_fields else ""
-    return ApiError(400, f"{where}{told}: {error['msg']}" if where else error["msg"], param=where or None)
+    reason = " is not supported" if where in _Unsupported.model_fields else ""
+    return ApiError(400, f"{where}{reason}: {error['msg']}" if where else error["msg"], param=where or None)
 
 
 def _prompts(request: CompletionRequest, loaded: LoadedModel) -> list[list[int]]:

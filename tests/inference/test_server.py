@@ -208,8 +208,6 @@ BAD_COMPLETIONS: list[tuple[bytes | dict[str, Any], str]] = [
     ({"prompt": ["a"] * 17}, "a list of 1 to 16 of either"),
     ({"prompt": "\ud800"}, "Invalid JSON"),
     (b'{"prompt": "a\xed\xa0\x80"}', "Invalid JSON"),
-    ({"prompt": ["a", "\udc00\ud800"]}, "Invalid JSON"),
-    ({"prompt": "a", "stop": "\ud800"}, "Invalid JSON"),
     ({"prompt": "a", "\ud800": 1}, "Invalid JSON"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
     ({"prompt": "a", "max_tokens": "9"}, "max_tokens: Input should be a valid integer"),
@@ -220,7 +218,6 @@ BAD_COMPLETIONS: list[tuple[bytes | dict[str, Any], str]] = [
     ({"prompt": "a", "top_p": 0}, "top_p: Input should be greater than 0"),
     ({"prompt": "a", "seed": 2**70}, "seed: Input should be less than"),
     ({"prompt": "a", "stop": ""}, "stop: must be a string or a list"),
-    ({"prompt": "a", "stop": {"a": 1}}, "stop: must be a string or a list"),
     ({"prompt": "a", "stop": [1]}, "stop: must be a string or a list"),
     ({"prompt": "a", "n": 2}, "n is not supported"),
     ({"prompt": "a", "logprobs": 5}, "logprobs is not supported"),
@@ -235,7 +232,6 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "tool", "content": "a", "tool_call_id": "b"}], "role: Input should be"),
     ([{"role": "user", "content": [{"type": "image_url"}]}], "parts, all of type text"),
     ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "tool_calls"),
-    ([{"role": "\ud800", "content": "x"}], "Invalid JSON"),
     ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "Invalid JSON"),
 ]
 BAD = [
