@@ -23,7 +23,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from megalite.config.errors import FlagError, UserError
 from megalite.data.jinja_environment import CLOSE, OPEN, keys_and_variables, template_environment, with_parsed_calls
-from megalite.data.segments import BOS_SIGN, EOD_SIGN, Segment, TextEncoder, unguarded
+from megalite.data.segments import BOS_SIGN, EOD_SIGN, TextEncoder, TextSegment, unguarded
 from megalite.data.tokenizer_base import Tokenizer, first_line, read_file
 from megalite.data.tokenizer_json import ROLES, json_object
 
@@ -106,7 +106,7 @@ class ChatTemplate:
 
     def samples(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, trained: Collection[int] | None = None
-    ) -> list[list[Segment]]:
+    ) -> list[list[TextSegment]]:
         """A conversation as training takes it: samples, each the text up to an answer, cut into context and answers.
 
         One sample with all answers where the template only ever adds to what it wrote. An answer is the last of its
@@ -128,11 +128,11 @@ class ChatTemplate:
         marked = [[each._replace(counted=each.counted and next(flags)) for each in sample] for sample in samples]
         return [sample for sample in marked if any(segment.counted for segment in sample)]
 
-    def segments(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[Segment]:
+    def segments(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[TextSegment]:
         """The sample that ends with the last answer, see `samples`."""
         return self.samples(messages, tools=tools)[-1]
 
-    def prompt_segments(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[Segment]:
+    def prompt_segments(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[TextSegment]:
         """The text after which the model answers, cut as `samples` cuts what comes before an answer."""
         whole = self._render(messages, tools, True)
         if self.marks_answers:
@@ -140,18 +140,18 @@ class ChatTemplate:
         try:
             history, known = self._turns(messages, tools, _answers(messages))
         except UnstableTemplateError:
-            return [Segment(whole, False)]
+            return [TextSegment(whole, False)]
         if known is None or not whole.startswith(known):
-            return [Segment(whole, False)]
+            return [TextSegment(whole, False)]
         place = sum(len(segment.text) for segment in history[-1])
-        return [*history[-1], Segment(whole[place:], False)]
+        return [*history[-1], TextSegment(whole[place:], False)]
 
     def _turns(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, answers: Sequence[int]
-    ) -> tuple[list[list[Segment]], str | None]:
+    ) -> tuple[list[list[TextSegment]], str | None]:
         """Samples with all answers; and the text that a prompt must begin with for its answer to go into the last of
         them, None where none can."""
-        samples: list[list[Segment]] = []
+        samples: list[list[TextSegment]] = []
         known, place = None, 0
         for number, n in enumerate(answers, start=1):
             before = self._before(messages[:n], tools)
@@ -168,7 +168,7 @@ class ChatTemplate:
             answer = until[len(before) :].rstrip()  # nobody generates the blanks after an end of turn
             known = until if self._is_closed(answer) else None
             answer += "" if known is not None else EOD_SIGN
-            samples[-1] += [Segment(before[place:], False), Segment(answer, True)]
+            samples[-1] += [TextSegment(before[place:], False), TextSegment(answer, True)]
             place = len(before) + len(answer)
         return samples, known
 
@@ -186,7 +186,7 @@ class ChatTemplate:
 
     def _marked(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, answers: Sequence[int], chosen: Sequence[int]
-    ) -> list[Segment]:
+    ) -> list[TextSegment]:
         """The one sample of a template that marks answers."""
         result = _marked_segments(self._render(messages[: answers[-1] + 1], tools, False))
         marked = [place for place, segment in enumerate(result) if segment.counted]
@@ -260,7 +260,7 @@ class Chat:
         """The ids after which the model answers, as training shows them."""
         return self.ids(self.template.prompt_segments(messages, tools=tools))
 
-    def ids(self, segments: Sequence[Segment]) -> list[int]:
+    def ids(self, segments: Sequence[TextSegment]) -> list[int]:
         """The ids of what the template writes."""
         return [i for piece in self.encoder.encode(segments) for i in piece.ids]
 
@@ -366,12 +366,12 @@ def _answers(messages: Sequence[Message]) -> list[int]:
     return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _marked_segments(text: str) -> list[Segment]:
+def _marked_segments(text: str) -> list[TextSegment]:
     """A text cut at its marks."""
     result, depth = [], 0
     for part in _MARKED.split(text):
         if part in (OPEN, CLOSE):
             depth += 1 if part == OPEN else -1
         elif part:
-            result.append(Segment(part, depth > 0))
+            result.append(TextSegment(part, depth > 0))
     return result

@@ -22,7 +22,7 @@ from megalite.data.packing import RowDataset, Rows, SequenceBuilder, TokenSequen
 from megalite.data.sample_cache import SampleCache
 from megalite.data.segments import TextEncoder
 from megalite.data.sft import NO_SAMPLES, SftOptions, divide, problems_of_first_lines, summary
-from megalite.data.text_input import shown
+from megalite.data.text_input import excerpt
 from megalite.data.tokenizer_base import Tokenizer
 
 
@@ -67,7 +67,7 @@ def read_labelled_texts(
         for line in (line for path in paths for line in read_lines(path, flag, progress)):
             ids, label = _encode(line, encoder), _label(line, names)
             if labels and type(label) is not type(labels[0]):
-                raise line.error(f"label {shown(label)}: other lines have labels like {shown(labels[0])}")
+                raise line.error(f"label {excerpt(label)}: other lines have labels like {excerpt(labels[0])}")
             if len(ids) > seq_length:
                 ids, cut = encoder.cut(ids, seq_length), cut + 1
             builder.add(ids, [False] * len(ids))
@@ -159,7 +159,7 @@ def _encode(line: Line, encoder: TextEncoder) -> list[int]:
             raise line.error(f"text and label are needed; the line's keys: {there}")
     text = line.value["text"]
     if not isinstance(text, str):
-        raise line.error(f"text must be a string, not {shown(text)}")
+        raise line.error(f"text must be a string, not {excerpt(text)}")
     if not text.strip():
         raise line.error("the text is empty")
     try:
@@ -174,11 +174,11 @@ def _encode(line: Line, encoder: TextEncoder) -> list[int]:
 def _label(line: Line, names: Sequence[str] | None) -> str | int:
     label = line.value["label"]
     if not isinstance(label, str | int) or isinstance(label, bool):
-        raise line.error(f"label must be a string or a whole number, not {shown(label)}")
+        raise line.error(f"label must be a string or a whole number, not {excerpt(label)}")
     if isinstance(label, str) and not label.strip():
         raise line.error("the label is empty")
     if names is not None and str(label) not in names:
-        raise line.error(f"label {shown(label)} must be one of {', '.join(names)}")
+        raise line.error(f"label {excerpt(label)} must be one of {', '.join(names)}")
     return label
 
 

@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megalite.config.errors import UserError
 from megalite.data.jsonl import NONCHARACTERS
-from megalite.data.text_input import shown
+from megalite.data.text_input import excerpt
 
 OPEN, CLOSE = NONCHARACTERS[2], NONCHARACTERS[3]  # around what `{% generation %}` encloses
 
@@ -96,4 +96,4 @@ def _arguments(given: Any) -> Any:
         value = json.loads(given or "{}")
         if isinstance(value, dict):
             return value
-    raise UserError(f"the arguments of a tool call must be an object, or JSON of one, not {shown(given)}")
+    raise UserError(f"the arguments of a tool call must be an object, or JSON of one, not {excerpt(given)}")

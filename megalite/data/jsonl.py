@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config.errors import UserError
-from megalite.data.text_input import check_unicode, parse_json, read_chunks, shown, suffix_of
+from megalite.data.text_input import check_unicode, excerpt, parse_json, read_chunks, suffix_of
 
 # Code points that Unicode reserves for a program's own use, so no text holds them: marks that the code that writes a
 # text leaves for the code that encodes it.
@@ -91,7 +91,7 @@ def _parse(path: str, number: int, data: bytes) -> Line:
     try:
         value = parse_json(data, _object)
         if not isinstance(value, dict):
-            raise ValueError(f"it must be a JSON object, not {shown(value)}")
+            raise ValueError(f"it must be a JSON object, not {excerpt(value)}")
         if not data.isascii() or b"\\u" in data:
             _check_text(json.dumps(value, ensure_ascii=False))
     except ValueError as error:
@@ -104,7 +104,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):  # one of its values would be lost
         seen: set[str] = set()
         repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {shown(repeated)} occurs twice in an object")
+        raise ValueError(f"the key {excerpt(repeated)} occurs twice in an object")
     return value
 
 

@@ -34,7 +34,7 @@ def read_origin(prefix: str) -> dict[str, Any] | None:
         return None
 
 
-def shown(origin: dict[str, Any]) -> str:
+def origin_name(origin: dict[str, Any]) -> str:
     """For a message."""
     return f"{origin['tokenizer']} ({origin['vocab_size']:,} ids, {origin['fingerprint'][:8]})"
 
@@ -44,4 +44,6 @@ def origin_note(prefix: str, mine: dict[str, Any]) -> str | None:
     origin = read_origin(prefix)
     if origin is None or origin["fingerprint"] == mine["fingerprint"]:
         return None
-    return f"warning: {prefix} was written with the tokenizer {shown(origin)}, and this one is {shown(mine)}"
+    return (
+        f"warning: {prefix} was written with the tokenizer {origin_name(origin)}, and this one is {origin_name(mine)}"
+    )

@@ -30,7 +30,7 @@ from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
 from megalite.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megalite.data.origin import origin_of
-from megalite.data.text_input import Chunk, Document, Problem, check_keys, expand_inputs, parse_chunk, read_chunks
+from megalite.data.text_input import Document, Problem, TextChunk, check_keys, expand_inputs, parse_chunk, read_chunks
 from megalite.data.tokenizers import Tokenizer, build_tokenizer, require_eod
 
 REPORTED_PROBLEMS = 20  # skipped documents reported one by one; the rest is only counted
@@ -167,7 +167,7 @@ def _require_documents(options: PreprocessOptions, summary: Summary) -> None:
 
 
 def _write_all(
-    results: Iterable[tuple[Chunk, Encoded]],
+    results: Iterable[tuple[TextChunk, Encoded]],
     builders: Sequence[IndexedDatasetBuilder],
     options: PreprocessOptions,
     summary: Summary,
@@ -199,7 +199,11 @@ def _write_all(
 
 
 def _tell_problems(
-    chunk: Chunk, problems: list[Problem], options: PreprocessOptions, summary: Summary, report: Callable[[str], None]
+    chunk: TextChunk,
+    problems: list[Problem],
+    options: PreprocessOptions,
+    summary: Summary,
+    report: Callable[[str], None],
 ) -> None:
     for problem in problems:
         message = f"{chunk.path}:{problem.line}: {problem.message}"
@@ -218,8 +222,8 @@ def _add_documents(builder: IndexedDatasetBuilder, tokens: np.ndarray, lengths: 
 
 
 def _encode_all(
-    chunks: Iterator[Chunk], settings: EncoderSettings, workers: int
-) -> Generator[tuple[Chunk, Encoded], None, None]:
+    chunks: Iterator[TextChunk], settings: EncoderSettings, workers: int
+) -> Generator[tuple[TextChunk, Encoded], None, None]:
     """Every chunk with its result, in order. Two chunks a worker are under way at most."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's threads would fight over the workers' cores
     if workers == 1:
@@ -228,7 +232,7 @@ def _encode_all(
         return
     # Fresh interpreters, not forks: libraries that own threads deadlock in a fork.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
-    window: deque[tuple[Chunk, Future[Encoded]]] = deque()
+    window: deque[tuple[TextChunk, Future[Encoded]]] = deque()
     try:
         for chunk in chunks:
             with _sigint_blocked():
@@ -274,7 +278,7 @@ def _tokenizer_of(fields: tuple[tuple[str, Any], ...]) -> Tokenizer:
     return build_tokenizer(TokenizerConfig(**dict(fields)))
 
 
-def encode_chunk(settings: EncoderSettings, chunk: Chunk) -> Encoded:
+def encode_chunk(settings: EncoderSettings, chunk: TextChunk) -> Encoded:
     """Parses and tokenizes one chunk. What is wrong with a document is returned, not raised."""
     tokenizer = _tokenizer_of(settings.tokenizer)
     items = list(parse_chunk(chunk, settings.keys))

@@ -25,7 +25,7 @@ from megalite.data.jsonl import Line, Progress, read_lines
 from megalite.data.packing import RowDataset, Rows, SequenceBuilder, TokenSequences
 from megalite.data.sample_cache import SampleCache
 from megalite.data.sampler import fixed_permutation
-from megalite.data.segments import EOD_SIGN, EncodedPiece, Segment, TextEncoder
+from megalite.data.segments import EOD_SIGN, EncodedPiece, TextEncoder, TextSegment
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import require_eod
 
@@ -285,7 +285,7 @@ class SftReader:
                 samples = self.chat.template.samples(found.messages, tools=found.tools, trained=found.trained)
                 return [self.chat.encoder.encode(segments) for segments in samples]
             prompt, completion = map(self.encoder.protect, pair_of(line))
-            pieces = self.encoder.encode([Segment(prompt, False), Segment(completion + EOD_SIGN, True)])
+            pieces = self.encoder.encode([TextSegment(prompt, False), TextSegment(completion + EOD_SIGN, True)])
             return [[EncodedPiece(self.encoder.prefix, False), *pieces]]
         except FlagError:
             raise

@@ -28,7 +28,7 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TextChunk:
     """Whole lines of one file. `kind`: jsonl, or what one document of a plain text file is (TEXT_DOCUMENTS)."""
 
     path: str
@@ -107,7 +107,7 @@ def check_keys(paths: Sequence[str], keys: Sequence[str]) -> None:
         raise FlagError(f"--json-keys {' '.join(keys)}: the plain text file {plain} has only one text, so give one key")
 
 
-def read_chunks(paths: Iterable[str], text_documents: str = "file", chunk_bytes: int = 1 << 20) -> Iterator[Chunk]:
+def read_chunks(paths: Iterable[str], text_documents: str = "file", chunk_bytes: int = 1 << 20) -> Iterator[TextChunk]:
     """Chunks of about `chunk_bytes` (more where one document is longer), in order; at most two in memory.
 
     Raises UserError for a file that can't be opened, read or decompressed to its end.
@@ -123,7 +123,7 @@ def read_chunks(paths: Iterable[str], text_documents: str = "file", chunk_bytes:
             raise UserError(f"{path}: {error.strerror or error}") from None
 
 
-def _chunks_of(path: str, kind: str, chunk_bytes: int) -> Iterator[Chunk]:
+def _chunks_of(path: str, kind: str, chunk_bytes: int) -> Iterator[TextChunk]:
     buffer = bytearray()
     line, reported, searched = 1, 0, 0
     with open(path, "rb") as file:
@@ -136,7 +136,9 @@ def _chunks_of(path: str, kind: str, chunk_bytes: int) -> Iterator[Chunk]:
             if cut or (kind == "file" and not block):
                 data = bytes(buffer[:cut])
                 del buffer[:cut]
-                yield Chunk(path, kind, line, _without_mark(data, path) if line == 1 else data, file.tell() - reported)
+                yield TextChunk(
+                    path, kind, line, _without_mark(data, path) if line == 1 else data, file.tell() - reported
+                )
                 line += data.count(b"\n")
                 reported = file.tell()
             searched = len(buffer)
@@ -189,7 +191,7 @@ def _zst_blocks(file: IO[bytes], size: int) -> Iterator[bytes]:
         raise EOFError
 
 
-def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | Problem]:
+def parse_chunk(chunk: TextChunk, keys: Sequence[str]) -> Iterator[Document | Problem]:
     """The documents of a chunk in order. Blank lines between documents are nothing; texts are valid Unicode.
 
     Line ends of plain text become newlines; a JSON string is taken as it is.
@@ -222,7 +224,7 @@ def _parse_json_line(number: int, line: bytes, keys: Sequence[str]) -> Document 
     try:
         value = parse_json(line)
         if not isinstance(value, dict):
-            raise ValueError(f"a JSON object with the key {keys[0]!r} is needed, not {shown(value)}")
+            raise ValueError(f"a JSON object with the key {keys[0]!r} is needed, not {excerpt(value)}")
         return Document(number, tuple(_text_of(value, key) for key in keys))
     except ValueError as error:
         return Problem(number, str(error))
@@ -234,7 +236,7 @@ def _text_of(value: dict[str, Any], key: str) -> str:
         raise ValueError(f"no key {key!r} (--json-keys); the line's keys: {there}")
     text = value[key]
     if not isinstance(text, str):
-        raise ValueError(f"the value of {key!r} is {shown(text)}, not a string")
+        raise ValueError(f"the value of {key!r} is {excerpt(text)}, not a string")
     check_unicode(text, f"the value of {key!r}")
     return text
 
@@ -262,7 +264,7 @@ def check_unicode(text: str, what: str) -> None:
         raise ValueError(f"{what} holds {half}, half of a surrogate pair, which is not valid text") from None
 
 
-def shown(value: object) -> str:
+def excerpt(value: object) -> str:
     """The beginning of a JSON value, for a message."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 40 else text[:37] + "..."

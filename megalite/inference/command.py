@@ -26,7 +26,7 @@ from megalite.inference.options import GenerationOptions
 from megalite.inference.text import Writing, check_text, encode_prompts
 
 
-def load(given: argparse.Namespace, overrides: Mapping[str, Any]) -> LoadedModel:
+def load_model(given: argparse.Namespace, overrides: Mapping[str, Any]) -> LoadedModel:
     """The model that `--load` or `--load-hf` names, with the tokenizer and the chat template that lie beside
     `--adapter` where the flags don't name others."""
     if given.adapter is not None:

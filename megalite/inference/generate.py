@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalite.config.errors import UserError
 from megalite.inference.options import GenerationOptions
-from megalite.inference.sampling import Sampler
+from megalite.inference.sampling import TokenSampler
 from megalite.models.gpt import GPTStage
 from megalite.nn.attention_backend import bounded_window
 from megalite.nn.module import SequenceInfo
@@ -172,12 +172,12 @@ def stream(
     assert prompts and all(prompts), "every prompt needs at least one id"
     check_lengths(model, prompts, options)
     indices = range(len(prompts)) if indices is None else indices
-    sampler = Sampler(options, indices, model.output_weight.device, unknown=unknown)
+    sampler = TokenSampler(options, indices, model.output_weight.device, unknown=unknown)
     return _steps(PaddedBatch(model, prompts, new_tokens=options.max_new_tokens), sampler, frozenset(stop), check)
 
 
 def _steps(
-    batch: PaddedBatch, sampler: Sampler, stop: Collection[int], check: Callable[[], None] | None
+    batch: PaddedBatch, sampler: TokenSampler, stop: Collection[int], check: Callable[[], None] | None
 ) -> Iterator[list[int | None]]:
     running = [True] * len(batch.pads)
     chosen: Tensor | None = None

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from megalite.config.errors import UserError
-from megalite.data.segments import BOS_SIGN, EOD_SIGN, Segment, TextEncoder
+from megalite.data.segments import BOS_SIGN, EOD_SIGN, TextEncoder, TextSegment
 from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer
 from tests.data.chat_files import chat_tokenizer, put_template
 from tests.data.corpora import SAMPLES, sentencepiece_model
@@ -19,8 +19,8 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(str(chat_tokenizer(tmp_path_factory.mktemp("chat"))))
 
 
-def halves(text: str, cut: int) -> list[Segment]:
-    return [Segment(text[:cut], False), Segment(text[cut:], True)]
+def halves(text: str, cut: int) -> list[TextSegment]:
+    return [TextSegment(text[:cut], False), TextSegment(text[cut:], True)]
 
 
 def test_ids_of_the_whole_text_cut_where_a_token_ends(hf: HuggingFaceTokenizer) -> None:
@@ -66,7 +66,7 @@ def test_a_prefixed_blank_is_added_once(tmp_path: Path) -> None:
     )
     backend.save(str(tmp_path / "tokenizer.json"))
     encoder = TextEncoder(HuggingFaceTokenizer(str(tmp_path)))
-    before, after = encoder.encode([Segment("a", False), Segment(" b", True)])
+    before, after = encoder.encode([TextSegment("a", False), TextSegment(" b", True)])
     assert (before.ids, after.ids) == ([4], [5])
 
 
@@ -85,4 +85,4 @@ def test_signs_become_ids_that_the_tokenizer_can_not_read_from_text(tmp_path: Pa
 
 
 def test_empty_pieces_are_left_out(hf: HuggingFaceTokenizer) -> None:
-    assert len(TextEncoder(hf).encode([Segment("", False), Segment("a", True)])) == 1
+    assert len(TextEncoder(hf).encode([TextSegment("", False), TextSegment("a", True)])) == 1
