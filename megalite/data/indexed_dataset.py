@@ -40,7 +40,6 @@ DTYPES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-MAX_SEQUENCE_LENGTH = 2**31 - 1
 # Sequences whose byte offsets are in memory at once while an index is written.
 _POINTER_CHUNK = 1 << 20
 
@@ -275,18 +274,12 @@ class IndexedDatasetBuilder:
             raise UserError(
                 f"{self.prefix}: sequence lengths sum to {sum(lengths)}, the document has {len(values)} tokens"
             )
-        if max(lengths, default=0) > MAX_SEQUENCE_LENGTH:
-            raise UserError(
-                f"{self.prefix}: a sequence of {max(lengths)} tokens; the format holds {MAX_SEQUENCE_LENGTH}"
-            )
         self._bin.write(values.tobytes())
         self._lengths.extend(lengths)
         self._boundaries.append(len(self._lengths))
 
     def _as_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         values = np.asarray(tokens)
-        if values.ndim != 1:
-            raise ValueError(f"a document is a list of tokens, not an array of shape {values.shape}")
         if values.size and values.dtype != self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
             low, high = int(values.min()), int(values.max())

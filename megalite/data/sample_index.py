@@ -45,8 +45,6 @@ def samples_in(num_tokens: int, seq_length: int) -> int:
 
 def epochs_needed(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> int:
     """The smallest n >= 1 with n * tokens_per_epoch >= num_samples * seq_length + 1; one where num_samples is None."""
-    if tokens_per_epoch < 1:
-        raise ValueError("an epoch without tokens never ends")
     if num_samples is None:
         return 1
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
