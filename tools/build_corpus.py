@@ -1,4 +1,4 @@
-"""Build the quickstart's corpus from the Python standard library's source. See megalite/data/stdlib_corpus.py."""
+"""Build the quickstart's corpus from the Python standard library's source. See lib/stdlib_corpus.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parser() -> FlagParser:
 
 def main(arguments: list[str]) -> int:
     given, _ = parse_namespace(parser(), arguments)
-    from megalite.data.stdlib_corpus import build_corpus
+    from lib.stdlib_corpus import build_corpus
 
     made = build_corpus(given.output, given.source)
     print(f"wrote {made.train}: {made.train_documents:,} documents, {made.train_bytes / 1e6:.1f} MB of text")

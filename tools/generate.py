@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
     options = read_generation_options(given, max_new_tokens=64 if given.prompts else 512)
     from megalite.inference import command
 
-    loaded = command.load(given, {path: getattr(given, path) for path in explicit_fields(given)})
+    loaded = command.load_model(given, {path: getattr(given, path) for path in explicit_fields(given)})
     if given.adapter is not None:
         loaded = put_adapter(loaded, given.adapter, given.load_hf or given.load)
     command.run(loaded, given, options)

@@ -26,12 +26,12 @@ def parser() -> FlagParser:
 
 def main(arguments: list[str]) -> int:
     given, _ = parse_namespace(parser(), arguments)
-    from megalite.data.inspection import describe
+    from megalite.data.inspection import describe_dataset
     from megalite.data.tokenizers import build_tokenizer
 
     config = read_section(given, "tokenizer")
     tokenizer = build_tokenizer(config) if config.tokenizer_type else None
-    for line in describe(given.input, tokenizer, given.documents, given.tokens):
+    for line in describe_dataset(given.input, tokenizer, given.documents, given.tokens):
         print(line)
     return 0
 

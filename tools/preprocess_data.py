@@ -9,7 +9,7 @@ from pathlib import Path
 if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.cli import add_input_flags, run_tool
+from megalite.config.cli import add_input_flags, at_least_one, run_tool
 from megalite.config.flags import FlagParser, add_section, parse_namespace, read_section
 
 
@@ -31,10 +31,10 @@ def parser() -> FlagParser:
         help="begin each document with the first ids of the tokenizer's own template, or its BOS id (default: off)",
     )
     group = flags.add_argument_group("runtime")
-    group.add_argument("--workers", type=int, default=1, metavar="N", help="tokenizing processes (default: 1)")
+    group.add_argument("--workers", type=at_least_one, default=1, metavar="N", help="tokenizing processes (default: 1)")
     group.add_argument(
         "--log-interval",
-        type=int,
+        type=at_least_one,
         default=1000,
         metavar="N",
         help="documents between progress lines, if there is no terminal for a progress bar (default: 1000)",

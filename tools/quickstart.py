@@ -52,7 +52,7 @@ def main() -> int:
     launch = ["torchrun", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py", "@examples/quickstart.args"]
     run("train on two processes with tensor parallelism", *launch, *data, *TOKENIZER, *outputs)
     files = ["--train", f"{RUN}/train_text_document", "--valid", f"{RUN}/valid_text_document"]
-    words = ["python", "-m", "megalite.data.bigram", *files, "--vocab-size", size]
+    words = ["python", "tools/bigram_loss.py", *files, "--vocab-size", size]
     bigram = float(run("compute the loss of a bigram model, for comparison", *words, capture=True).split()[2])
     generate = ["--load", f"{RUN}/checkpoint", "--prompt", PROMPT, "--temperature", "0.6", "--max-new-tokens", "96"]
     sample = run("generate text", "python", "tools/generate.py", *generate, "--json", capture=True)

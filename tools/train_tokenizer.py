@@ -9,7 +9,7 @@ from pathlib import Path
 if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.cli import add_input_flags, run_tool
+from megalite.config.cli import add_input_flags, at_least_one, run_tool
 from megalite.config.flags import FlagParser, parse_namespace
 
 
@@ -18,7 +18,7 @@ def parser() -> FlagParser:
     group = add_input_flags(flags)
     group.add_argument(
         "--max-bytes",
-        type=int,
+        type=at_least_one,
         default=100_000_000,
         metavar="N",
         help="train on at most this much text, taken evenly from the input (default: 100000000)",

@@ -43,7 +43,7 @@ done
     --exit-signal-handler
 
 echo "作为对比，二元语法模型（bigram）在同一验证集上的损失："
-"$python" -m megalite.data.bigram --train "$folder/train_text_document" --valid "$folder/valid_text_document" \
+"$python" tools/bigram_loss.py --train "$folder/train_text_document" --valid "$folder/valid_text_document" \
     --vocab-size 6144
 
 "$python" tools/generate.py --load "$folder/checkpoint" --temperature 0.8 --top-k 40 --max-new-tokens 96 --prompt "《秋夜》

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.batches import batch_size_stages
+from megalite.config.blends import parse_blend
+from megalite.config.errors import UserError
 from megalite.config.fields import needs
 from megalite.config.resolve import DEFAULT_TOKENIZER, data_parallel_size, parse_split
 from megalite.config.schema import RunConfig
@@ -190,27 +192,11 @@ def data_problems(config: RunConfig) -> Iterator[str]:
         (data.data_path, *split_paths),
         strict=True,
     ):
-        yield from _blend_problems(flag, words or [])
-
-
-def _blend_problems(flag: str, words: list[str]) -> Iterator[str]:
-    """PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ..., as soon as one word is a number."""
-    numbers = [_as_number(word) for word in words]
-    if all(number is None for number in numbers):
-        return
-    weights = [number for number in numbers[0::2] if number is not None]
-    pairs = len(words) == 2 * len(weights) and all(number is None for number in numbers[1::2])
-    if not pairs:
-        yield f"{flag} {' '.join(words)}: write only prefixes, or WEIGHT PREFIX WEIGHT PREFIX ..."
-    elif not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
-        yield f"{flag}: weights must be finite, none negative and not all 0, not {' '.join(words[0::2])}"
-
-
-def _as_number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
+        try:
+            if words:
+                parse_blend(words, flag)
+        except UserError as error:
+            yield str(error)
 
 
 def tokenizer_problems(config: RunConfig) -> Iterator[str]:

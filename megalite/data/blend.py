@@ -11,68 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from megalite.config.errors import UserError
 from megalite.data.cache import cached_arrays, from_mapped_state, mapped_state
 from megalite.data.document_mask import Item, SampleSource
 
 # Samples built per member beyond its share, since the greedy order may draw a few more than weight * size.
 SURPLUS = 0.005
-MAX_MEMBERS = 2**15 - 1
 BLEND_VERSION = 1
 _LANE_STEPS = 2048
-
-
-@dataclass(frozen=True)
-class Blend:
-    """Prefixes of token files, and their weights, or None for weights by size. `flag` named them."""
-
-    flag: str
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None
-
-
-def parse_blend(items: Sequence[str], flag: str) -> Blend:
-    """A blend from `WEIGHT PREFIX WEIGHT PREFIX ...` or from prefixes alone; `flag` is named in errors.
-
-    Weights needn't sum to one. Members of weight zero are left out.
-    """
-    words = [item.strip() for item in items if item.strip()]
-    if not words:
-        raise UserError(f"{flag} is empty; give a prefix, or WEIGHT PREFIX pairs")
-    numbers = [_number(word) for word in words]
-    if all(number is None for number in numbers):
-        return _checked(Blend(flag, tuple(words), None))
-    for place, number in enumerate(numbers):
-        if len(words) % 2 or (number is None) == (place % 2 == 0):
-            raise UserError(
-                f"{flag} must be only prefixes, or WEIGHT PREFIX pairs; item {place + 1}, {words[place]!r}, is wrong"
-                f" (begin a prefix that looks like a number with ./)"
-            )
-    weights = [number for number in numbers[::2] if number is not None]
-    for word, weight in zip(words[::2], weights, strict=True):
-        if not math.isfinite(weight) or weight < 0:
-            raise UserError(f"{flag}: weight {word} must be a finite number, not negative")
-    members = [(prefix, weight) for prefix, weight in zip(words[1::2], weights, strict=True) if weight > 0]
-    if not members:
-        raise UserError(f"{flag}: all weights are zero")
-    return _checked(Blend(flag, tuple(prefix for prefix, _ in members), tuple(weight for _, weight in members)))
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
-def _checked(blend: Blend) -> Blend:
-    if len(blend.prefixes) > MAX_MEMBERS:
-        raise UserError(f"{blend.flag} names {len(blend.prefixes)} prefixes; at most {MAX_MEMBERS} are possible")
-    return blend
 
 
 def normalize(weights: Sequence[float]) -> list[float]:

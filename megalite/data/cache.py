@@ -67,6 +67,17 @@ def cached_arrays(
         return arrays
 
 
+class MappedArrays:
+    """A base of objects whose attributes are arrays: a pickle has the names of files where they are mapped whole."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restore, (type(self), *map(mapped_state, vars(self).values()))
+
+
+def _restore(kind: Callable[..., Any], *states: np.ndarray | str) -> Any:
+    return kind(*map(from_mapped_state, states))
+
+
 def mapped_state(array: np.ndarray) -> np.ndarray | str:
     """What to pickle for an array: the file's name where it is mapped whole from one, else the array."""
     return str(array.filename) if isinstance(array, np.memmap) and array.filename else array

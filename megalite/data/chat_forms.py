@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.data.chat_template import ChatTemplate
-from megalite.data.jsonl import Line, shown
+from megalite.data.jsonl import Line
+from megalite.data.text_input import excerpt
 
 ROLES = ("system", "user", "assistant", "tool")
 FORMS = {
@@ -105,7 +106,7 @@ def _tools(line: Line) -> list[Any] | None:
         with contextlib.suppress(ValueError):
             tools = json.loads(tools) or None
     if tools is not None and not isinstance(tools, list):
-        raise line.error(f"tools must be a list, not {shown(tools)}")
+        raise line.error(f"tools must be a list, not {excerpt(tools)}")
     return tools
 
 
@@ -123,14 +124,14 @@ def pair_of(line: Line) -> tuple[str, str]:
 def _text(line: Line, key: str) -> str:
     value = line.value[key]
     if not isinstance(value, str):
-        raise line.error(f"{key} must be a string, not {shown(value)}")
+        raise line.error(f"{key} must be a string, not {excerpt(value)}")
     return value
 
 
 def _list_of(line: Line, key: str, keys: str) -> list[Any]:
     value = line.value[key]
     if not isinstance(value, list) or not value:
-        raise line.error(f"{key} must be a list of objects with {keys}, not {shown(value)}")
+        raise line.error(f"{key} must be a list of objects with {keys}, not {excerpt(value)}")
     return value
 
 
@@ -140,7 +141,7 @@ def _message_from(line: Line, turn: Any) -> Any:
         return turn
     sender = turn.get("from")
     if not isinstance(sender, str) or sender not in _SENDERS:
-        raise line.error(f"conversations has a turn from {shown(sender)}; known are {', '.join(_SENDERS)}")
+        raise line.error(f"conversations has a turn from {excerpt(sender)}; known are {', '.join(_SENDERS)}")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     return {"role": _SENDERS[sender], "content": turn.get("value"), **rest}
 
@@ -158,21 +159,21 @@ def _exchange(line: Line) -> list[Any]:
 def _checked(line: Line, number: int, message: Any, template: ChatTemplate) -> tuple[dict[str, Any], bool]:
     """A message without what is said of its training, and whether it counts."""
     if not isinstance(message, dict):
-        raise line.error(f"message {number} must be an object with role and content, not {shown(message)}")
+        raise line.error(f"message {number} must be an object with role and content, not {excerpt(message)}")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        problem = f"has the role {shown(role)}" if "role" in message else "has no role"
+        problem = f"has the role {excerpt(role)}" if "role" in message else "has no role"
         raise line.error(f"message {number} {problem}; known are {', '.join(ROLES)}")
     for key, value in message.items():
         if key not in _KEYS and value not in (None, "", [], {}) and not template.reads(key):
             raise line.error(
-                f"message {number} has the key {shown(key)}, which is not supported; known are {', '.join(_KEYS)}, and "
-                f"what the chat template {template.name} reads; {_OUT_OF_LOSS}"
+                f"message {number} has the key {excerpt(key)}, which is not supported; known are {', '.join(_KEYS)}, "
+                f"and what the chat template {template.name} reads; {_OUT_OF_LOSS}"
             )
     counts = _counts(line, number, message)
     calls = role == "assistant" and message.get("tool_calls")
     if not (calls and content is None) and not isinstance(content, str):
-        raise line.error(f"the content of message {number} ({role}) must be a string, not {shown(content)}")
+        raise line.error(f"the content of message {number} ({role}) must be a string, not {excerpt(content)}")
     if role == "assistant" and not calls and not (content or "").strip():
         raise line.error(f"message {number} is an empty answer")
     return {key: value for key, value in message.items() if key not in ("weight", "train")}, counts
@@ -183,10 +184,10 @@ def _counts(line: Line, number: int, message: dict[str, Any]) -> bool:
     said = {key: message[key] for key in ("weight", "train") if message.get(key) is not None}
     for key, value in said.items():
         if value not in (0, 1):  # true and false are 1 and 0
-            raise line.error(f"the {key} of message {number} must be 0 or 1, or true or false, not {shown(value)}")
+            raise line.error(f"the {key} of message {number} must be 0 or 1, or true or false, not {excerpt(value)}")
         if value and message["role"] != "assistant":
             raise line.error(
-                f"message {number} has the role {message['role']} and {key} {shown(value)}: only an assistant's "
+                f"message {number} has the role {message['role']} and {key} {excerpt(value)}: only an assistant's "
                 "messages are trained"
             )
     if len({bool(value) for value in said.values()}) > 1:

@@ -13,7 +13,6 @@ taken at its word.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
@@ -23,9 +22,8 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from megalite.config.errors import FlagError, UserError
-from megalite.data.jinja_environment import CLOSE, OPEN, keys_and_variables, template_environment
-from megalite.data.jsonl import shown
-from megalite.data.segments import BOS_SIGN, EOD_SIGN, Segment, TextEncoder, unguarded
+from megalite.data.jinja_environment import CLOSE, OPEN, keys_and_variables, template_environment, with_parsed_calls
+from megalite.data.segments import BOS_SIGN, EOD_SIGN, TextEncoder, TextSegment, unguarded
 from megalite.data.tokenizer_base import Tokenizer, first_line, read_file
 from megalite.data.tokenizer_json import ROLES, json_object
 
@@ -99,15 +97,16 @@ class ChatTemplate:
         content (`<think>`)."""
         question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
         try:
-            told = self.render([question, answer, question])
-            begun = self.render([question], add_generation_prompt=True)
+            conversation = self.render([question, answer, question])
+            prompt = self.render([question], add_generation_prompt=True)
         except UserError:  # it refuses even the plainest conversation
-            told = begun = ""
-        return {token for token in tokens if (token in told and token in begun) or token in self.variables.values()}
+            conversation = prompt = ""
+        ends = self.variables.values()
+        return {token for token in tokens if (token in conversation and token in prompt) or token in ends}
 
     def samples(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, trained: Collection[int] | None = None
-    ) -> list[list[Segment]]:
+    ) -> list[list[TextSegment]]:
         """A conversation as training takes it: samples, each the text up to an answer, cut into context and answers.
 
         One sample with all answers where the template only ever adds to what it wrote. An answer is the last of its
@@ -129,11 +128,11 @@ class ChatTemplate:
         marked = [[each._replace(counted=each.counted and next(flags)) for each in sample] for sample in samples]
         return [sample for sample in marked if any(segment.counted for segment in sample)]
 
-    def segments(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[Segment]:
+    def segments(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[TextSegment]:
         """The sample that ends with the last answer, see `samples`."""
         return self.samples(messages, tools=tools)[-1]
 
-    def prompt_segments(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[Segment]:
+    def prompt_segments(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[TextSegment]:
         """The text after which the model answers, cut as `samples` cuts what comes before an answer."""
         whole = self._render(messages, tools, True)
         if self.marks_answers:
@@ -141,31 +140,35 @@ class ChatTemplate:
         try:
             history, known = self._turns(messages, tools, _answers(messages))
         except UnstableTemplateError:
-            return [Segment(whole, False)]
+            return [TextSegment(whole, False)]
         if known is None or not whole.startswith(known):
-            return [Segment(whole, False)]
+            return [TextSegment(whole, False)]
         place = sum(len(segment.text) for segment in history[-1])
-        return [*history[-1], Segment(whole[place:], False)]
+        return [*history[-1], TextSegment(whole[place:], False)]
 
     def _turns(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, answers: Sequence[int]
-    ) -> tuple[list[list[Segment]], str | None]:
+    ) -> tuple[list[list[TextSegment]], str | None]:
         """Samples with all answers; and the text that a prompt must begin with for its answer to go into the last of
         them, None where none can."""
-        samples: list[list[Segment]] = []
+        samples: list[list[TextSegment]] = []
         known, place = None, 0
         for number, n in enumerate(answers, start=1):
             before = self._before(messages[:n], tools)
             until = self._render(messages[: n + 1], tools, False)
             if not until.startswith(before):
-                raise self._unstable(number)
+                raise UnstableTemplateError(
+                    f"the chat template {self.name} doesn't write answer {number} as the continuation of its own "
+                    "prompt for it, so it isn't clear which text the answer is. Give --chat-template "
+                    f"{CHATML}, or a template file that marks answers with {{% generation %}}"
+                )
             if known is None or not before.startswith(known):
                 samples.append([])
                 place = 0
             answer = until[len(before) :].rstrip()  # nobody generates the blanks after an end of turn
             known = until if self._is_closed(answer) else None
             answer += "" if known is not None else EOD_SIGN
-            samples[-1] += [Segment(before[place:], False), Segment(answer, True)]
+            samples[-1] += [TextSegment(before[place:], False), TextSegment(answer, True)]
             place = len(before) + len(answer)
         return samples, known
 
@@ -183,7 +186,7 @@ class ChatTemplate:
 
     def _marked(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, answers: Sequence[int], chosen: Sequence[int]
-    ) -> list[Segment]:
+    ) -> list[TextSegment]:
         """The one sample of a template that marks answers."""
         result = _marked_segments(self._render(messages[: answers[-1] + 1], tools, False))
         marked = [place for place, segment in enumerate(result) if segment.counted]
@@ -202,22 +205,19 @@ class ChatTemplate:
         return result
 
     def _is_closed(self, answer: str) -> bool:
-        """Whether the text of an answer, as the template writes it, ends with an end of turn at which generation can
-        stop."""
+        """Whether an answer's text ends with an end of turn at which generation can stop."""
         if self._end_of_turn is None:
             return self._stops(answer[-_LONGEST_END:])
         ends = (self._end_of_turn, self.variables.get("eos_token", "").lower(), EOD_SIGN)
-        end = next((end for end in ends if end and answer.lower().endswith(end)), "")
-        return end != "" and self._stops(answer[-len(end) :])
+        return any(end and answer.lower().endswith(end) and self._stops(answer[-len(end) :]) for end in ends)
 
     @cached_property
     def _end_of_turn(self) -> str | None:
-        """What the template writes after the content of an answer, in small letters, without blanks around. None where
-        it can't be asked: it wants another form of conversation, and so is one of those that write much."""
+        """What the template writes after an answer's content, in small letters, without blanks around. None where it
+        wants another form of conversation, and so is one of those that write much."""
+        turns = [{"role": "user", "content": "0"}, {"role": "assistant", "content": _PROBE}]
         try:
-            text = self._render(
-                [{"role": "user", "content": "0"}, {"role": "assistant", "content": _PROBE}], None, False
-            )
+            text = self._render(turns, None, False)
         except UserError:
             return None
         return text.lower().rpartition(_PROBE)[2].strip()  # a template may write the content in capitals
@@ -239,7 +239,7 @@ class ChatTemplate:
     def _write(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
-                messages=[_with_objects(message) for message in messages],
+                messages=[with_parsed_calls(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -248,13 +248,6 @@ class ChatTemplate:
             raise UserError(f"the chat template {self.name} refuses it: {first_line(error)}") from None
         except Exception as error:  # a program of unknown origin may fail in any way
             raise UserError(f"the chat template {self.name} fails on it: {first_line(error)}") from None
-
-    def _unstable(self, number: int) -> UnstableTemplateError:
-        return UnstableTemplateError(
-            f"the chat template {self.name} doesn't write answer {number} as the continuation of its own prompt for "
-            f"it, so it isn't clear which text the answer is. Give --chat-template {CHATML}, or a template file that "
-            "marks answers with {% generation %}"
-        )
 
 
 class Chat:
@@ -267,7 +260,7 @@ class Chat:
         """The ids after which the model answers, as training shows them."""
         return self.ids(self.template.prompt_segments(messages, tools=tools))
 
-    def ids(self, segments: Sequence[Segment]) -> list[int]:
+    def ids(self, segments: Sequence[TextSegment]) -> list[int]:
         """The ids of what the template writes."""
         return [i for piece in self.encoder.encode(segments) for i in piece.ids]
 
@@ -369,42 +362,16 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
     return [_each_text(one, change) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _with_objects(message: Message) -> Message:
-    """A message with the `arguments` of its tool calls as objects, which is what templates expect. OpenAI's form has
-    them as JSON in a string, and a template that writes JSON would write that string as a string once more."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    result = []
-    for call in calls:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            function = {**function, "arguments": _arguments(function["arguments"])}
-            call = {**call, "function": function} if "function" in call else function
-        result.append(call)
-    return {**message, "tool_calls": result}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise UserError(f"the arguments of a tool call must be an object, or JSON of one, not {shown(text)}")
-    return value
-
-
 def _answers(messages: Sequence[Message]) -> list[int]:
     return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _marked_segments(text: str) -> list[Segment]:
+def _marked_segments(text: str) -> list[TextSegment]:
     """A text cut at its marks."""
     result, depth = [], 0
     for part in _MARKED.split(text):
         if part in (OPEN, CLOSE):
             depth += 1 if part == OPEN else -1
         elif part:
-            result.append(Segment(part, depth > 0))
+            result.append(TextSegment(part, depth > 0))
     return result

@@ -7,7 +7,6 @@ as they are.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +16,13 @@ import numpy as np
 
 from megalite.config.errors import UserError
 from megalite.data.document_mask import Item
-from megalite.data.gpt_dataset import Datasets, SplitSummary
-from megalite.data.jsonl import Line, Progress, read_lines, shown
-from megalite.data.packing import SequenceBuilder, TokenSequences
+from megalite.data.gpt_dataset import Datasets
+from megalite.data.jsonl import Line, Progress, read_lines
+from megalite.data.packing import RowDataset, Rows, SequenceBuilder, TokenSequences
 from megalite.data.sample_cache import SampleCache
 from megalite.data.segments import TextEncoder
-from megalite.data.sft import NO_SAMPLES, SftOptions, hold_out
+from megalite.data.sft import NO_SAMPLES, SftOptions, divide, problems_of_first_lines, summary
+from megalite.data.text_input import excerpt
 from megalite.data.tokenizer_base import Tokenizer
 
 
@@ -57,55 +57,38 @@ def read_labelled_texts(
     puts after every text stays at its end, as with transformers' `truncation=True`.
 
     A label is a string or a whole number. names: the classes in order; None: those that occur, sorted (numbers by
-    value). cache: where they are kept; `notes` gets what is to be told of it. Raises UserError with file and line for
+    value). cache: where they are kept; `notes` gets messages about it. Raises UserError with file and line for
     a line that can't be used or a label that isn't in `names`.
     """
-    sequences, labels, truncated = _read(
-        paths, flag, tokenizer, seq_length, names, cache, [] if notes is None else notes
-    )
-    classes, known = _number(labels, names)
-    if len(known) < 2:
-        raise UserError(
-            f"{flag} {' '.join(paths)}: all labels are {known[0]!r}; a classifier needs two or more classes"
-        )
-    return LabelledTexts(sequences, classes, known, truncated)
 
-
-def _read(
-    paths: Sequence[str],
-    flag: str,
-    tokenizer: Tokenizer,
-    seq_length: int,
-    names: Sequence[str] | None,
-    cache: SampleCache | None,
-    notes: list[str],
-) -> tuple[TokenSequences, list[str | int], int]:
-    """Ids and label of each text, and how many were cut; from the cache where it is there."""
-
-    def build(progress: Progress | None = None) -> tuple[np.ndarray, ...]:
+    def build(progress: Progress | None = None) -> tuple[TokenSequences, np.ndarray]:
         builder, encoder, cut = SequenceBuilder(), TextEncoder(tokenizer), 0
         labels: list[str | int] = []
         for line in (line for path in paths for line in read_lines(path, flag, progress)):
             ids, label = _encode(line, encoder), _label(line, names)
             if labels and type(label) is not type(labels[0]):
-                raise line.error(f"label {shown(label)}: other lines have labels like {shown(labels[0])}")
+                raise line.error(f"label {excerpt(label)}: other lines have labels like {excerpt(labels[0])}")
             if len(ids) > seq_length:
                 ids, cut = encoder.cut(ids, seq_length), cut + 1
             builder.add(ids, [False] * len(ids))
             labels.append(label)
         if not labels:
             raise UserError(f"{flag} {' '.join(paths)}: {NO_SAMPLES}")
-        data = builder.build()
-        text = json.dumps(labels).encode()
-        return data.tokens, data.counted, data.begins, data.origins, np.frombuffer(text, np.uint8), np.array([cut])
+        return builder.build(), np.frombuffer(json.dumps([labels, cut]).encode(), np.uint8)
 
-    kept = ("tokens", "counted", "begins", "origins", "labels", "cut")
     key = {"seq_length": seq_length, "labels": names}
-    arrays = build() if cache is None else cache.arrays(tokenizer, paths, key, kept, build, notes)
-    return TokenSequences(*arrays[:4]), json.loads(arrays[4].tobytes()), int(arrays[5][0])
+    notes = [] if notes is None else notes
+    found = build() if cache is None else cache.samples(tokenizer, paths, key, "labels_and_cut", build, notes)
+    labels, truncated = json.loads(found[1].tobytes())
+    classes, known = _number(labels, names)
+    if len(known) < 2:
+        raise UserError(
+            f"{flag} {' '.join(paths)}: all labels are {known[0]!r}; a classifier needs two or more classes"
+        )
+    return LabelledTexts(found[0], classes, known, truncated)
 
 
-class ClassificationDataset:
+class ClassificationDataset(RowDataset):
     """A `SampleSource` of the chosen texts (None: all), one a row of S places.
 
     tokens, position_ids int64 [S]; loss_mask bool [S], True at the text's last token alone; labels int64 [S], there the
@@ -113,17 +96,15 @@ class ClassificationDataset:
     """
 
     def __init__(self, texts: LabelledTexts, *, seq_length: int, pad: int, chosen: np.ndarray | None = None):
-        self.texts, self.seq_length, self.pad = texts, seq_length, pad
-        self.chosen = np.arange(len(texts.classes)) if chosen is None else chosen
-
-    def __len__(self) -> int:
-        return len(self.chosen)
+        rows = Rows.one_each(np.arange(len(texts.classes)) if chosen is None else chosen)
+        super().__init__(texts.sequences, rows, seq_length=seq_length, pad=pad, packed=False)
+        self.classes = texts.classes
 
     def __getitem__(self, index: int) -> Item:
         if not 0 <= index < len(self):
             raise IndexError(f"text {index} of {len(self)}")
-        text = int(self.chosen[index])
-        begin, end = self.texts.sequences.begins[text : text + 2]
+        text = int(self.rows.order[index])
+        begin, end = self.sequences.begins[text : text + 2]
         count = int(end - begin)
         item = {
             "tokens": np.full(self.seq_length, self.pad, dtype=np.int64),
@@ -131,9 +112,9 @@ class ClassificationDataset:
             "loss_mask": np.zeros(self.seq_length, dtype=bool),
             "position_ids": np.arange(self.seq_length, dtype=np.int64),
         }
-        item["tokens"][:count] = self.texts.sequences.tokens[begin:end]
+        item["tokens"][:count] = self.sequences.tokens[begin:end]
         item["position_ids"][count:] -= count  # the padding is no part of the text
-        item["labels"][count - 1] = self.texts.classes[text]
+        item["labels"][count - 1] = self.classes[text]
         item["loss_mask"][count - 1] = True
         return item
 
@@ -151,51 +132,24 @@ def build_classification_datasets(
     read = partial(read_labelled_texts, tokenizer=tokenizer, seq_length=length, cache=options.cache, notes=result.notes)
     texts = read(options.data, "--sft-data", names=names)
     result.notes.append(texts.line("--sft-data"))
-    train, valid_texts, valid = np.arange(len(texts.classes)), texts, np.arange(0)
+    valid_texts = texts
     if options.valid_data:
         valid_texts = read(options.valid_data, "--sft-valid-data", names=texts.names)
         result.notes.append(valid_texts.line("--sft-valid-data"))
-        valid = np.arange(len(valid_texts.classes))
-    elif options.valid_share:
-        train, valid = hold_out(len(texts.classes), options.valid_share, options.seed)
+    train, valid = divide(options, texts.sequences, valid_texts.sequences)
     if sizes[0]:
         result.train = ClassificationDataset(texts, seq_length=length, pad=pad, chosen=train)
-        result.summaries.append(_summary("train", options.data, result.train, sizes[0]))
+        result.summaries.append(summary("train", options.data, result.train, sizes[0]))
     if sizes[1] and len(valid):
         result.valid = ClassificationDataset(valid_texts, seq_length=length, pad=pad, chosen=valid)
-        result.summaries.append(_summary("valid", options.valid_data or options.data, result.valid, sizes[1]))
+        result.summaries.append(summary("valid", options.valid_data or options.data, result.valid, sizes[1]))
     return result, texts.names
 
 
 def check_classification(options: SftOptions, tokenizer: Tokenizer, names: Sequence[str] | None = None) -> list[str]:
     """Problems that the first line of each file shows. Cheap, for the time before process groups exist."""
-    problems, encoder = [], TextEncoder(tokenizer)
-    for flag, paths in (("--sft-data", options.data), ("--sft-valid-data", options.valid_data)):
-        found = False
-        for path in paths:
-            try:
-                for line in itertools.islice(read_lines(path, flag), 1):
-                    found = True
-                    _encode(line, encoder)
-                    _label(line, names)
-            except UserError as error:
-                found = True
-                problems.append(str(error))
-        if paths and not found:
-            problems.append(f"{flag} {' '.join(paths)}: {NO_SAMPLES}")
-    return problems
-
-
-def _summary(split: str, files: Sequence[str], dataset: ClassificationDataset, drawn: int) -> SplitSummary:
-    return SplitSummary(
-        split=split,
-        prefix=" ".join(files),
-        documents=len(dataset),
-        tokens_per_epoch=int(dataset.texts.sequences.lengths[dataset.chosen].sum()),
-        samples_per_epoch=len(dataset),
-        samples=drawn,
-        epochs=drawn / len(dataset),
-    )
+    encoder = TextEncoder(tokenizer)
+    return problems_of_first_lines(options, lambda line: (_encode(line, encoder), _label(line, names)))
 
 
 def _encode(line: Line, encoder: TextEncoder) -> list[int]:
@@ -205,7 +159,7 @@ def _encode(line: Line, encoder: TextEncoder) -> list[int]:
             raise line.error(f"text and label are needed; the line's keys: {there}")
     text = line.value["text"]
     if not isinstance(text, str):
-        raise line.error(f"text must be a string, not {shown(text)}")
+        raise line.error(f"text must be a string, not {excerpt(text)}")
     if not text.strip():
         raise line.error("the text is empty")
     try:
@@ -220,11 +174,11 @@ def _encode(line: Line, encoder: TextEncoder) -> list[int]:
 def _label(line: Line, names: Sequence[str] | None) -> str | int:
     label = line.value["label"]
     if not isinstance(label, str | int) or isinstance(label, bool):
-        raise line.error(f"label must be a string or a whole number, not {shown(label)}")
+        raise line.error(f"label must be a string or a whole number, not {excerpt(label)}")
     if isinstance(label, str) and not label.strip():
         raise line.error("the label is empty")
     if names is not None and str(label) not in names:
-        raise line.error(f"label {shown(label)} must be one of {', '.join(names)}")
+        raise line.error(f"label {excerpt(label)} must be one of {', '.join(names)}")
     return label
 
 

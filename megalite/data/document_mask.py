@@ -24,7 +24,7 @@ class SampleSource(Protocol):
 
 def document_begins(text: np.ndarray, eod: int, first: np.ndarray | None = None) -> np.ndarray:
     """Where a document begins, bool [..., S]: after an EOD, and where `first` (bool [..., S]) says that the dataset's
-    index has one begin, so that documents without EOD are told apart too. Never at the first place, before which there
+    index has one begin, so that documents without EOD are separated too. Never at the first place, before which there
     is nothing."""
     begins = np.zeros(text.shape, dtype=bool)
     begins[..., 1:] = text[..., :-1] == eod
@@ -46,7 +46,7 @@ def restarted_positions(begins: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """How documents inside a sample are told apart: --reset-position-ids, --reset-attention-mask, --eod-mask-loss."""
+    """How documents inside a sample are separated: --reset-position-ids, --reset-attention-mask, --eod-mask-loss."""
 
     eod: int
     reset_position_ids: bool = False

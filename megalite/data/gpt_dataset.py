@@ -23,9 +23,9 @@ from megalite.data.splits import NOTHING_TO_TRAIN_ON, SplitSource, split_sources
 
 # Tokens of each file that are compared with the vocabulary before training starts.
 _SCANNED_TOKENS = 1 << 16
-_SCANNED_SEQUENCES = 1000
 
 
+@dataclass(frozen=True, kw_only=True)
 class GPTDataset:
     """Samples of S tokens from a range of a corpus's documents. Items as `SampleFormat.item` makes them.
 
@@ -33,34 +33,19 @@ class GPTDataset:
     UserError when it is read.
     """
 
-    def __init__(
-        self,
-        corpus: IndexedDataset,
-        index: SampleIndex,
-        *,
-        documents: int,
-        tokens_per_epoch: int,
-        seq_length: int,
-        vocab_size: int,
-        sample_format: SampleFormat,
-    ) -> None:
-        self.corpus = corpus
-        self.index = index
-        self.documents = documents
-        self.tokens_per_epoch = tokens_per_epoch
-        self.seq_length = seq_length
-        self.vocab_size = vocab_size
-        self.format = sample_format
+    corpus: IndexedDataset
+    index: SampleIndex
+    documents: int
+    tokens_per_epoch: int
+    seq_length: int
+    vocab_size: int
+    format: SampleFormat
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __getitem__(self, index: int) -> Item:
         return self.format.item(*self._read(index))
-
-    def text(self, index: int) -> np.ndarray:
-        """The S + 1 token ids of a sample, int64."""
-        return self._read(index)[0]
 
     def _read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """The S + 1 token ids of a sample, int64; and which of them begin a document of the corpus, bool."""
@@ -147,13 +132,11 @@ def build_datasets(config: RunConfig, eod: int, vocab_size: int, sizes: tuple[in
     wanted = (train, *(None if size and config.validation.full_validation else size for size in others))
     result = Datasets()
     if config.data.mock_data:
-        sets: list[SampleSource | None] = [
-            _mock(config, eod, vocab_size, split, size) for split, size in enumerate(wanted)
-        ]
+        sets = [_mock(config, eod, vocab_size, split, size) if size != 0 else None for split, size in enumerate(wanted)]
     else:
         builder = _Builder(config, eod, vocab_size, result)
         sources = split_sources(config.data)
-        if wanted[0] != 0 and sources[0] is None:
+        if train and sources[0] is None:
             raise UserError(NOTHING_TO_TRAIN_ON)
         sets = [
             builder.split(source, size) if source and size != 0 else None
@@ -168,23 +151,16 @@ def _format(config: RunConfig, eod: int) -> SampleFormat:
     return SampleFormat(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
 
 
-def _mock(config: RunConfig, eod: int, vocab_size: int, split: int, size: int | None) -> MockDataset | None:
-    if size == 0:
-        return None
+def _mock(config: RunConfig, eod: int, vocab_size: int, split: int, size: int | None) -> SampleSource:
+    assert config.data.seq_length is not None
     return MockDataset(
         seed=config.training.seed,
         split=split,
         vocab_size=vocab_size,
-        seq_length=_seq_length(config),
+        seq_length=config.data.seq_length,
         num_samples=SAMPLES_OF_WHOLE_SPLIT if size is None else size,
         sample_format=_format(config, eod),
     )
-
-
-def _seq_length(config: RunConfig) -> int:
-    if config.data.seq_length is None or config.data.seq_length < 1:
-        raise UserError(f"--seq-length {config.data.seq_length} must be at least 1")
-    return config.data.seq_length
 
 
 class _Builder:
@@ -195,7 +171,8 @@ class _Builder:
         self.vocab_size = vocab_size
         self.result = result
         self.format = _format(config, eod)
-        self.seq_length = _seq_length(config)
+        assert config.data.seq_length is not None
+        self.seq_length = config.data.seq_length
         self._corpora: dict[str, IndexedDataset] = {}
 
     def split(self, source: SplitSource, size: int | None) -> SampleSource:
@@ -208,15 +185,18 @@ class _Builder:
             self._summarise(source, members, [len(member) if size is None else size for member in members])
             return members[0] if alone else ConcatDataset(members)
         if weights is None:
-            return self._by_size(source, size)
-        shares = normalize(weights)
-        drawn, built = member_sizes(size, shares)
-        members = [self._member(source, prefix, count) for prefix, count in zip(prefixes, built, strict=True)]
-        self._summarise(source, members, drawn)
-        return self._blended(source, members, shares, sum(drawn))
+            members, shares, size = self._by_size(source, size)
+        else:
+            shares = normalize(weights)
+            drawn, built = member_sizes(size, shares)
+            members = [self._member(source, prefix, count) for prefix, count in zip(prefixes, built, strict=True)]
+            self._summarise(source, members, drawn)
+            size = sum(drawn)
+        return BlendedDataset(members, shares, size, self._folder(prefixes[0]), self.result.notes)
 
-    def _by_size(self, source: SplitSource, size: int) -> SampleSource:
-        """Prefixes alone: one epoch of each, weighted by its samples, no more samples than there are."""
+    def _by_size(self, source: SplitSource, size: int) -> tuple[list[GPTDataset], list[float], int]:
+        """Members, weights and size of prefixes alone: one epoch of each, weighted by its samples, no more samples than
+        there are."""
         members = [self._member(source, prefix, None, may_be_short=True) for prefix in source.blend.prefixes]
         available = sum(len(member) for member in members)
         if not available:
@@ -231,12 +211,7 @@ class _Builder:
             )
         self._summarise(source, members, [round(size * len(member) / available) for member in members])
         members = [member for member in members if len(member)]
-        return self._blended(source, members, [len(member) for member in members], min(size, available))
-
-    def _blended(
-        self, source: SplitSource, members: Sequence[SampleSource], weights: Sequence[float], size: int
-    ) -> BlendedDataset:
-        return BlendedDataset(members, weights, size, self._folder(source.blend.prefixes[0]), self.result.notes)
+        return members, [len(member) for member in members], min(size, available)
 
     def _folder(self, prefix: str) -> str:
         return self.config.data.data_cache_path or os.path.join(os.path.dirname(os.path.abspath(prefix)), "cache")
@@ -246,7 +221,9 @@ class _Builder:
             corpus = IndexedDataset(prefix, self.config.data.mmap_bin_files)
             if corpus.dtype.kind not in "iu":
                 raise UserError(f"{prefix}.idx holds {corpus.dtype.name} values, which can't be token ids")
-            _scan(corpus, self.vocab_size)
+            # So that a wrong tokenizer shows before step one.
+            first = np.fromfile(bin_path(prefix), corpus.dtype, _SCANNED_TOKENS)
+            check_vocabulary(first, self.vocab_size, prefix)
             self._corpora[prefix] = corpus
         return self._corpora[prefix]
 
@@ -272,13 +249,13 @@ class _Builder:
                 notes=self.result.notes,
             )
         return GPTDataset(
-            corpus,
-            index,
+            corpus=corpus,
+            index=index,
             documents=last - first,
             tokens_per_epoch=tokens,
             seq_length=self.seq_length,
             vocab_size=self.vocab_size,
-            sample_format=self.format,
+            format=self.format,
         )
 
     def _check_enough(self, source: SplitSource, corpus: IndexedDataset, tokens: int, size: int | None) -> None:
@@ -308,14 +285,3 @@ class _Builder:
                 epochs=samples * self.seq_length / max(1, member.tokens_per_epoch),
             )
             self.result.summaries.append(summary)
-
-
-def _scan(corpus: IndexedDataset, vocab_size: int) -> None:
-    """Compare the first tokens of a file with the vocabulary, so that a wrong tokenizer shows before step one."""
-    seen = 0
-    for sequence in range(min(len(corpus), _SCANNED_SEQUENCES)):
-        tokens = corpus.get(sequence)[: _SCANNED_TOKENS - seen]
-        check_vocabulary(tokens, vocab_size, corpus.prefix)
-        seen += len(tokens)
-        if seen >= _SCANNED_TOKENS:
-            return

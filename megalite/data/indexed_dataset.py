@@ -17,9 +17,8 @@ import shutil
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -41,7 +40,6 @@ DTYPES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-MAX_SEQUENCE_LENGTH = 2**31 - 1
 # Sequences whose byte offsets are in memory at once while an index is written.
 _POINTER_CHUNK = 1 << 20
 
@@ -231,17 +229,13 @@ def _missing(prefix: str, path: str) -> str:
     return f"no file {path}; a data path is the prefix of a .bin and .idx pair"
 
 
-class _Discarded(Exception):
-    """Tells open files that they are not wanted."""
-
-
 class IndexedDatasetBuilder:
-    """Writes a pair of token files in bounded memory (4 bytes a sequence, 8 a document).
+    """Writes a pair of token files in bounded memory (4 bytes a sequence, 8 a document). A context manager.
 
-    Writes temporary files beside both; `finalize` renames them, the index last. As a context manager it finalizes at
-    the end of the block, or removes the temporary files where the block failed. Until then it owns the prefix: another
-    builder of it gets a UserError that names this process (`files.owner`). `origin`: what is told beside them of the
-    tokenizer (`data.origin`).
+    Writes temporary files beside both. At the end of the block they get their names, the index last; where the block
+    fails they are removed. Until then it owns the prefix: another builder of it gets a UserError that names this
+    process (`files.owner`). `origin`: the tokenizer, as `data.origin` describes it; written
+    to a third file.
     """
 
     def __init__(self, prefix: str, dtype: Any = np.int32, origin: Mapping[str, Any] | None = None) -> None:
@@ -254,26 +248,20 @@ class IndexedDatasetBuilder:
         self._lengths = array("i")
         self._boundaries = array("q", [0])
         self._modes = array("b")
-        self._open = ExitStack()  # ended first in, last out: the index gets its name behind the tokens
-        self._bin: BinaryIO | None = None
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # ended first in, last out: the index gets its name after the tokens
             stack.enter_context(owning(Path(f"{prefix}.owner"), f"the output {prefix}"))
             names = re.compile(re.escape(os.path.basename(prefix)) + r"\.(bin|idx|tokenizer\.json)")
             remove_leftovers(Path(prefix).absolute().parent, names)
             self._idx = stack.enter_context(replacing(idx_path(prefix)))
             self._bin = stack.enter_context(replacing(bin_path(prefix)))
+            stack.push(self._finish)
             self._open = stack.pop_all()
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.discard()
-        elif self._bin is not None:
-            self.finalize()
+    def __exit__(self, *failure: Any) -> None:
+        self._open.__exit__(*failure)
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, sequence_lengths: Iterable[int] | None = None) -> None:
         """Append one document: one sequence, or several whose lengths sum to the number of tokens. It may be empty.
@@ -286,18 +274,12 @@ class IndexedDatasetBuilder:
             raise UserError(
                 f"{self.prefix}: sequence lengths sum to {sum(lengths)}, the document has {len(values)} tokens"
             )
-        if max(lengths, default=0) > MAX_SEQUENCE_LENGTH:
-            raise UserError(
-                f"{self.prefix}: a sequence of {max(lengths)} tokens; the format holds {MAX_SEQUENCE_LENGTH}"
-            )
-        self._stream().write(values.tobytes())
+        self._bin.write(values.tobytes())
         self._lengths.extend(lengths)
         self._boundaries.append(len(self._lengths))
 
     def _as_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         values = np.asarray(tokens)
-        if values.ndim != 1:
-            raise ValueError(f"a document is a list of tokens, not an array of shape {values.shape}")
         if values.size and values.dtype != self.dtype and self.dtype.kind in "iu":
             limits = np.iinfo(self.dtype)
             low, high = int(values.min()), int(values.max())
@@ -308,44 +290,35 @@ class IndexedDatasetBuilder:
                 )
         return values.astype(self.dtype, copy=False)
 
-    def add_index(self, prefix: str) -> None:
-        """Append all documents of another pair of token files of the same dtype."""
-        other = IndexedDataset(prefix)
-        if other.dtype != self.dtype:
-            raise UserError(
-                f"{idx_path(prefix)} holds {other.dtype.name} tokens, {self.prefix} {self.dtype.name}; "
-                f"only files of one dtype can be joined"
-            )
-        with open(bin_path(prefix), "rb") as source:
-            shutil.copyfileobj(source, self._stream(), 16 << 20)
+    def add_index(self, part: IndexedDataset) -> None:
+        """Append all documents of another pair of token files, of the same dtype, with modes as the others or not."""
+        assert part.dtype == self.dtype
+        with open(bin_path(part.prefix), "rb") as source:
+            shutil.copyfileobj(source, self._bin, 16 << 20)
         offset = len(self._lengths)
-        for start in range(0, len(other), _POINTER_CHUNK):
-            self._lengths.frombytes(other.sequence_lengths[start : start + _POINTER_CHUNK].tobytes())
-        if other.sequence_modes is not None:
-            self._modes.frombytes(other.sequence_modes.tobytes())
-        if len(self._modes) not in (0, len(self._lengths)):
-            raise UserError(f"{idx_path(prefix)}: some files have a mode for each sequence (multimodal), others don't")
-        for start in range(1, len(other.document_indices), _POINTER_CHUNK):
-            self._boundaries.frombytes((other.document_indices[start : start + _POINTER_CHUNK] + offset).tobytes())
+        for start in range(0, len(part), _POINTER_CHUNK):
+            self._lengths.frombytes(part.sequence_lengths[start : start + _POINTER_CHUNK].tobytes())
+        if part.sequence_modes is not None:
+            self._modes.frombytes(part.sequence_modes.tobytes())
+        for start in range(1, len(part.document_indices), _POINTER_CHUNK):
+            self._boundaries.frombytes((part.document_indices[start : start + _POINTER_CHUNK] + offset).tobytes())
 
-    def finalize(self) -> None:
-        """Write the index and give both files their names. A crash in between leaves a `.bin` without `.idx`."""
-        stream = self._stream()
-        with self._open:
+    def _finish(self, kind: type[BaseException] | None, *failure: Any) -> None:
+        """Write the index before the files get their names. A crash in between leaves a `.bin` without `.idx`."""
+        if kind is None:
             self._write_index(self._idx)
             sync(self._idx)
-            sync(stream)  # all is on the disk before the old index goes
+            sync(self._bin)  # all is on the disk before the old index goes
             Path(idx_path(self.prefix)).unlink(missing_ok=True)
             self._write_origin()
-            self._bin = None
 
     def _write_origin(self) -> None:
         path = Path(origin_path(self.prefix))
         path.unlink(missing_ok=True)
         if self.origin is not None:
-            told = {"origin": dict(self.origin), "bytes": sum(self._lengths) * self.dtype.itemsize}
+            content = {"origin": dict(self.origin), "bytes": sum(self._lengths) * self.dtype.itemsize}
             with replacing(path) as stream:
-                stream.write(json.dumps(told, indent=2).encode() + b"\n")
+                stream.write(json.dumps(content, indent=2).encode() + b"\n")
 
     def _write_index(self, index: BinaryIO) -> None:
         lengths = np.asarray(self._lengths, dtype="<i4")
@@ -358,14 +331,3 @@ class IndexedDatasetBuilder:
             position += int(chunk.sum(dtype=np.int64)) * self.dtype.itemsize
         index.write(np.asarray(self._boundaries, dtype="<i8").tobytes())
         index.write(self._modes.tobytes())
-
-    def discard(self) -> None:
-        """Drop what was written so far."""
-        self._bin = None
-        with suppress(_Discarded), self._open:
-            raise _Discarded
-
-    def _stream(self) -> BinaryIO:
-        if self._bin is None:
-            raise ValueError(f"{self.prefix} is already finished")
-        return self._bin

@@ -10,13 +10,13 @@ import numpy as np
 
 from megalite.config.errors import FlagError, UserError
 from megalite.data.indexed_dataset import IndexedDataset, bin_path, idx_path
-from megalite.data.origin import read_origin, shown
+from megalite.data.origin import origin_name, read_origin
 from megalite.data.tokenizers import Tokenizer
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-def describe(prefix: str, tokenizer: Tokenizer | None, documents: int, tokens: int) -> Iterator[str]:
+def describe_dataset(prefix: str, tokenizer: Tokenizer | None, documents: int, tokens: int) -> Iterator[str]:
     """Lines: header, counts, lengths of documents, and of the first `documents` up to `tokens` ids, with their text
     where there is a tokenizer. Raises UserError for files that are damaged or that the tokenizer can't have written."""
     if documents < 0 or tokens < 1:
@@ -29,7 +29,7 @@ def describe(prefix: str, tokenizer: Tokenizer | None, documents: int, tokens: i
     counts = f"{len(data):,} sequences, {data.num_documents:,} documents, {data.num_tokens:,} tokens"
     yield f"dtype {data.dtype.name}, {counts}"
     if origin := read_origin(prefix):
-        yield f"written with the tokenizer {shown(origin)}"
+        yield f"written with the tokenizer {origin_name(origin)}"
     if not data.num_documents:
         return
     ends = np.concatenate([[0], np.cumsum(data.sequence_lengths, dtype=np.int64)])

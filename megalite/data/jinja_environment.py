@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
@@ -11,7 +13,9 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megalite.config.errors import UserError
 from megalite.data.jsonl import NONCHARACTERS
+from megalite.data.text_input import excerpt
 
 OPEN, CLOSE = NONCHARACTERS[2], NONCHARACTERS[3]  # around what `{% generation %}` encloses
 
@@ -66,3 +70,30 @@ def _to_json(
 
 def _refuse(message: str) -> None:
     raise TemplateError(message)
+
+
+def with_parsed_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with the `arguments` of its tool calls as objects, which is what templates expect. OpenAI's form has
+    them as JSON in a string, and a template that writes JSON would write that string as a string once more. Raises
+    UserError for arguments that are neither."""
+    calls = message.get("tool_calls")
+    return message if calls is None else {**message, "tool_calls": _parsed_calls(calls)}
+
+
+def _parsed_calls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_parsed_calls(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    change = {"function": _parsed_calls, "arguments": _arguments}
+    return {key: change[key](each) if key in change else each for key, each in value.items()}
+
+
+def _arguments(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    with contextlib.suppress(ValueError):
+        value = json.loads(given or "{}")
+        if isinstance(value, dict):
+            return value
+    raise UserError(f"the arguments of a tool call must be an object, or JSON of one, not {excerpt(given)}")

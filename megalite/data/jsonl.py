@@ -1,7 +1,7 @@
 """Reads labelled examples: JSON objects, one a line or all in one list, any keys.
 
-The key idea: a line carries its file and number, so that whatever is found wrong with it later, far from the file, is
-told by file and line.
+The key idea: a line carries its file and number, so an error that is found later, far from the file, still names file
+and line.
 """
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import PurePath
+from dataclasses import dataclass
 from typing import Any
 
 from megalite.config.errors import UserError
-from megalite.data.text_input import COMPRESSED, read_chunks
+from megalite.data.text_input import check_unicode, excerpt, parse_json, read_chunks, suffix_of
 
-# Code points that Unicode reserves for a program's own use and that no text holds: signs between the writer of a text
-# and its encoder.
+# Code points that Unicode reserves for a program's own use, so no text holds them: marks that the code that writes a
+# text leaves for the code that encodes it.
 NONCHARACTERS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4\ufdd5\ufdd6"
-
+_NEXT_OF_LIST = re.compile(r"[^\s,]")  # in a list that is known to be valid
 
 Progress = Callable[[int], object]
-"""Is told of bytes of a file, as it lies on disk, that were read."""
+"""Is called with the number of bytes that were read of a file, compressed as it is on disk."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Line:
 
     def error(self, message: str) -> UserError:
         """An error that names file and line."""
-        return UserError(f"{self.path}:{self.number}: {message}")
+        return _error(self.path, self.number, message)
 
 
 def read_lines(path: str, flag: str, progress: Progress | None = None) -> Iterator[Line]:
@@ -47,11 +45,9 @@ def read_lines(path: str, flag: str, progress: Progress | None = None) -> Iterat
     `flag`: what named the file. Raises UserError with file and line for a line that isn't a JSON object in UTF-8, or
     whose strings aren't Unicode text.
     """
-    name = PurePath(path)
-    suffix = PurePath(name.stem).suffix if name.suffix.lower() in COMPRESSED else name.suffix
     if os.path.isdir(path):
         raise UserError(f"{flag} {path} is a folder: give the files in it")
-    if suffix.lower() not in (".jsonl", ".json"):
+    if suffix_of(path) not in (".jsonl", ".json"):
         raise UserError(f"{flag} {path}: JSON lines are needed (.jsonl, .json, + .gz, .zst)")
     if not os.path.isfile(path):
         raise UserError(f"{flag} {path}: no such file")
@@ -69,93 +65,55 @@ def read_lines(path: str, flag: str, progress: Progress | None = None) -> Iterat
 
 def _objects_of_list(path: str, data: bytes) -> Iterator[Line]:
     """The objects of a file that is one JSON list."""
+    line = 1
     try:
         text = data.decode("utf-8")
+        count = len(json.loads(text))
     except UnicodeDecodeError as error:
-        raise Line(path, data.count(b"\n", 0, error.start) + 1, {}).error("not UTF-8") from None
-    decoder = json.JSONDecoder(object_pairs_hook=_object)
-    place = text.index("[")
-    line = Line(path, text.count("\n", 0, place) + 1, {})
-    while text[place : place + 1] in ("[", ","):
-        begin = _after_blanks(text, place + 1)
-        line = replace(line, number=line.number + text.count("\n", place, begin))
-        if text[begin : begin + 1] == "]":
-            place = begin
-            break
-        with _json_errors(line):
-            value, end = decoder.raw_decode(text, begin)
-        yield _checked(line, value, text[begin:end])
-        place = _after_blanks(text, end)
-        line = replace(line, number=line.number + text.count("\n", begin, place))
-    if text[place : place + 1] != "]":
-        raise line.error("broken JSON: a comma or the end of the list is missing")
-    if _after_blanks(text, place + 1) < len(text):
-        raise line.error("broken JSON: something follows the end of the list")
+        raise _error(path, data.count(b"\n", 0, error.start) + 1, "not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise _error(path, error.lineno, f"broken JSON: {error.msg} (column {error.colno})") from None
+    except (ValueError, RecursionError) as error:
+        raise _error(path, line, f"broken JSON: {error}") from None
+    decoder = json.JSONDecoder()
+    end = text.index("[") + 1
+    line += text.count("\n", 0, end)
+    for _ in range(count):
+        begin = _NEXT_OF_LIST.search(text, end).start()  # type: ignore[union-attr]
+        line += text.count("\n", end, begin)
+        _, end = decoder.raw_decode(text, begin)
+        yield _parse(path, line, text[begin:end].encode())
+        line += text.count("\n", begin, end)
 
 
-def _after_blanks(text: str, place: int) -> int:
-    """The first place from `place` on that isn't blank."""
-    found = re.compile(r"\S").search(text, place)
-    return len(text) if found is None else found.start()
-
-
-def shown(value: object) -> str:
-    """The beginning of a JSON value, for a message."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-class _RepeatedKeyError(ValueError):
-    """An object has a key twice, so one of its values would be lost."""
+def _parse(path: str, number: int, data: bytes) -> Line:
+    """An object, whose strings must be text."""
+    try:
+        value = parse_json(data, _object)
+        if not isinstance(value, dict):
+            raise ValueError(f"it must be a JSON object, not {excerpt(value)}")
+        if not data.isascii() or b"\\u" in data:
+            _check_text(json.dumps(value, ensure_ascii=False))
+    except ValueError as error:
+        raise _error(path, number, str(error)) from None
+    return Line(path, number, value)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
-    if len(value) < len(pairs):
+    if len(value) < len(pairs):  # one of its values would be lost
         seen: set[str] = set()
-        raise _RepeatedKeyError(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {excerpt(repeated)} occurs twice in an object")
     return value
 
 
-@contextmanager
-def _json_errors(line: Line) -> Iterator[None]:
-    """What is wrong with JSON becomes a UserError that names file and line."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise line.error(f"not UTF-8: byte 0x{byte:02x} at byte {error.start + 1} of the line") from None
-    except json.JSONDecodeError as error:
-        raise line.error(f"broken JSON: {error.msg} (column {error.colno})") from None
-    except _RepeatedKeyError as error:
-        raise line.error(f"the key {shown(error.args[0])} occurs twice in an object") from None
-    except (ValueError, RecursionError) as error:
-        raise line.error(f"broken JSON: {error}") from None
-
-
-def _parse(path: str, number: int, data: bytes) -> Line:
-    line = Line(path, number, {})
-    with _json_errors(line):
-        source = data.decode("utf-8")
-        value = json.loads(source, object_pairs_hook=_object)
-    return _checked(line, value, source)
-
-
-def _checked(line: Line, value: Any, source: str) -> Line:
-    """The line with its value, which must be an object whose strings are text. `source`: its JSON."""
-    if not isinstance(value, dict):
-        raise line.error(f"it must be a JSON object, not {shown(value)}")
-    if not source.isascii() or "\\u" in source:
-        _check_text(line, json.dumps(value, ensure_ascii=False))
-    return replace(line, value=value)
-
-
-def _check_text(line: Line, text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise line.error(f"it holds {half}, half of a surrogate pair, which is not valid text") from None
+def _check_text(text: str) -> None:
+    check_unicode(text, "it")
     found = next((sign for sign in NONCHARACTERS if sign in text), None)
     if found is not None:
-        raise line.error(f"it holds U+{ord(found):04X}, which is not a character")
+        raise ValueError(f"it holds U+{ord(found):04X}, which is not a character")
+
+
+def _error(path: str, number: int, message: str) -> UserError:
+    return UserError(f"{path}:{number}: {message}")

@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,61 +32,47 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def microbatch_iterator(
-    dataset: SampleSource,
-    *,
-    start_sample: int,
-    micro_batch_size: int,
-    dp_rank: int,
-    dp_size: int,
-    num_workers: int,
-    seed: int,
-    dataloader_type: str | None = "single",
-    total: int | None = None,
-    trim_multiple: int | None = None,
-    pin_memory: bool = False,
-) -> MicrobatchIterator:
+class MicrobatchIterator(Iterator[Microbatch]):
     """Microbatches of one data-parallel rank from the sample numbered `start_sample` on.
+
+    `close()` ends the workers; so does the end of a `with` block.
 
     dataloader_type: `single` (or None) reads the dataset in its order, again and again; `cyclic` shuffles each pass,
     a function of (seed, pass). total: stop after this many samples over all ranks; the last microbatches are filled
     with copies whose loss mask is all False, so that every rank gets equally many. None: without end. trim_multiple:
     cut each microbatch after its last place that counts, at a multiple of this; None: all have the dataset's length.
-    """
-    if len(dataset) == 0:
-        raise UserError("the dataset has no samples")
-    sampler = Sampler(
-        length=len(dataset),
-        start_sample=start_sample,
-        micro_batch_size=micro_batch_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        seed=seed if dataloader_type == "cyclic" else None,
-        total=total,
-    )
-    return MicrobatchIterator(
-        dataset, sampler, num_workers=num_workers, trim_multiple=trim_multiple, pin_memory=pin_memory
-    )
 
-
-class MicrobatchIterator(Iterator[Microbatch]):
-    """Iterates over microbatches; `close()` ends the workers. Also a context manager.
-
-    Workers start when the first microbatch is asked for: after all that can fail while a run is put together.
-
-    A mistake in the data raises UserError with its own message; any other failure in a worker a RuntimeError with the
-    worker's traceback.
+    Workers start when the first microbatch is asked for: after all that can fail while a run is put together. A mistake
+    in the data raises UserError with its own message; any other failure in a worker a RuntimeError with the worker's
+    traceback.
     """
 
     def __init__(
         self,
         dataset: SampleSource,
-        sampler: Sampler,
         *,
+        start_sample: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
         num_workers: int,
+        seed: int,
+        dataloader_type: str | None = "single",
+        total: int | None = None,
         trim_multiple: int | None = None,
         pin_memory: bool = False,
     ) -> None:
+        if len(dataset) == 0:
+            raise UserError("the dataset has no samples")
+        sampler = Sampler(
+            length=len(dataset),
+            start_sample=start_sample,
+            micro_batch_size=micro_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            seed=seed if dataloader_type == "cyclic" else None,
+            total=total,
+        )
         self._pin_memory = pin_memory
         self._loader: DataLoader[Any] | None = DataLoader(
             _Reader(dataset, trim_multiple),
@@ -133,9 +118,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
     def __enter__(self) -> MicrobatchIterator:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
 

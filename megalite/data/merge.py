@@ -11,6 +11,7 @@ from tqdm import tqdm
 from megalite.config.errors import UserError
 from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path
 from megalite.data.origin import read_origin
+from megalite.data.text_input import refuse_repeats
 
 
 def merge_datasets(inputs: Sequence[str], output_prefix: str) -> tuple[int, int, int]:
@@ -25,15 +26,14 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> tuple[int, int,
         raise UserError(
             f"--output-prefix {output_prefix} is one of the parts; choose another, or remove the old result"
         )
-    dtype = _common_dtype(prefixes)
-    _check_modes(prefixes)
-    documents = tokens = 0
+    _check_alike(prefixes)
     origins = [read_origin(prefix) for prefix in prefixes]
     origin = origins[0] if all(each == origins[0] for each in origins) else None
-    with IndexedDatasetBuilder(output_prefix, dtype, origin) as builder:
+    documents = tokens = 0
+    with IndexedDatasetBuilder(output_prefix, IndexedDataset(prefixes[0]).dtype, origin) as builder:
         for prefix in tqdm(prefixes, desc="merge", unit="part", disable=None):
-            builder.add_index(prefix)
             part = IndexedDataset(prefix)
+            builder.add_index(part)
             documents += part.num_documents
             tokens += part.num_tokens
     return len(prefixes), documents, tokens
@@ -50,11 +50,7 @@ def expand_prefixes(inputs: Sequence[str]) -> list[str]:
             prefixes += found
         else:
             prefixes.append(name)
-    seen: set[str] = set()
-    for prefix in prefixes:
-        if os.path.realpath(prefix) in seen:
-            raise UserError(f"--input names {prefix} twice")
-        seen.add(os.path.realpath(prefix))
+    refuse_repeats(prefixes)
     return prefixes
 
 
@@ -68,22 +64,22 @@ def _pairs_in(folder: str) -> list[str]:
     return [os.path.join(folder, stem) for stem in sorted(stems)]
 
 
-def _common_dtype(prefixes: Sequence[str]) -> str:
+def _check_alike(prefixes: Sequence[str]) -> None:
+    """Raise UserError for parts of different dtypes, and where some have a mode for each of their sequences (multimodal
+    data) and others none."""
     first = IndexedDataset(prefixes[0]).dtype
-    for prefix in prefixes[1:]:
-        if (other := IndexedDataset(prefix).dtype) != first:
+    having, lacking = [], []
+    for prefix in prefixes:
+        part = IndexedDataset(prefix)  # one open at a time: each takes file descriptors
+        if part.dtype != first:
             raise UserError(
-                f"{prefix} holds {other.name} tokens and {prefixes[0]} {first.name}: "
+                f"{prefix} holds {part.dtype.name} tokens and {prefixes[0]} {first.name}: "
                 "they come from vocabularies of different sizes and can't be joined"
             )
-    return str(first.str)
-
-
-def _check_modes(prefixes: Sequence[str]) -> None:
-    """Raise UserError where some parts have a mode for each of their sequences (multimodal data) and others none."""
-    parts = [(prefix, IndexedDataset(prefix)) for prefix in prefixes]
-    having = [prefix for prefix, part in parts if part.sequence_modes is not None]
-    lacking = [prefix for prefix, part in parts if part.sequence_modes is None and len(part)]
+        if part.sequence_modes is not None:
+            having.append(prefix)
+        elif len(part):
+            lacking.append(prefix)
     if having and lacking:
         raise UserError(
             f"{idx_path(having[0])} has a mode for each sequence (multimodal data) and {idx_path(lacking[0])} has "

@@ -1,4 +1,4 @@
-"""Which tokenizer made token files: told in `PREFIX.tokenizer.json` beside the pair, which stays as Megatron-LM's is.
+"""Which tokenizer made token files: written to `PREFIX.tokenizer.json`, so the pair itself stays as Megatron-LM's is.
 
 Key idea: names of files say little, so tokenizers are compared by their fingerprints; the file is believed as long as
 the pair is the one that it was written with.
@@ -17,7 +17,7 @@ from megalite.data.tokenizer_base import Tokenizer
 
 
 def origin_of(tokenizer: Tokenizer, config: TokenizerConfig) -> dict[str, Any]:
-    """What is told of a tokenizer, built of `config`."""
+    """The description of a tokenizer that was built from `config`."""
     plain = copy.copy(tokenizer)
     plain.parse_special_tokens = False  # how texts were read, not what ids mean
     name = " ".join(filter(None, (config.tokenizer_type, config.tokenizer_model or config.vocab_file)))
@@ -25,16 +25,16 @@ def origin_of(tokenizer: Tokenizer, config: TokenizerConfig) -> dict[str, Any]:
 
 
 def read_origin(prefix: str) -> dict[str, Any] | None:
-    """What is told of the tokenizer that made a pair; None where that isn't known."""
+    """The description of the tokenizer that made a pair; None where that isn't known."""
     try:
         with open(origin_path(prefix), encoding="utf-8") as stream:
-            told = json.load(stream)
-        return told["origin"] if told["bytes"] == os.path.getsize(bin_path(prefix)) else None
+            content = json.load(stream)
+        return content["origin"] if content["bytes"] == os.path.getsize(bin_path(prefix)) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def shown(origin: dict[str, Any]) -> str:
+def origin_name(origin: dict[str, Any]) -> str:
     """For a message."""
     return f"{origin['tokenizer']} ({origin['vocab_size']:,} ids, {origin['fingerprint'][:8]})"
 
@@ -44,4 +44,6 @@ def origin_note(prefix: str, mine: dict[str, Any]) -> str | None:
     origin = read_origin(prefix)
     if origin is None or origin["fingerprint"] == mine["fingerprint"]:
         return None
-    return f"warning: {prefix} was written with the tokenizer {shown(origin)}, and this one is {shown(mine)}"
+    return (
+        f"warning: {prefix} was written with the tokenizer {origin_name(origin)}, and this one is {origin_name(mine)}"
+    )

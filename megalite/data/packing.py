@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megalite.data.cache import from_mapped_state, mapped_state
+from megalite.data.cache import MappedArrays
 from megalite.data.document_mask import Item
 
 
 @dataclass(frozen=True)
-class TokenSequences:
+class TokenSequences(MappedArrays):
     """Sequences of token ids end to end.
 
     tokens: int32 [total]. counted: bool [total], True for a token that is a label whose loss counts. begins: int64
@@ -31,9 +31,6 @@ class TokenSequences:
     begins: np.ndarray
     origins: np.ndarray
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _restore, tuple(mapped_state(a) for a in (self.tokens, self.counted, self.begins, self.origins))
-
     def __len__(self) -> int:
         return len(self.begins) - 1
 
@@ -41,10 +38,6 @@ class TokenSequences:
     def lengths(self) -> np.ndarray:
         """Tokens of each sequence, int64."""
         return np.diff(self.begins)
-
-
-def _restore(*states: np.ndarray | str) -> TokenSequences:
-    return TokenSequences(*(from_mapped_state(state) for state in states))
 
 
 class SequenceBuilder:

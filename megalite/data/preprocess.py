@@ -21,7 +21,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -31,10 +30,10 @@ from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
 from megalite.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megalite.data.origin import origin_of
-from megalite.data.text_input import Chunk, Document, Problem, check_keys, expand_inputs, parse_chunk, read_chunks
+from megalite.data.text_input import Document, Problem, TextChunk, check_keys, expand_inputs, parse_chunk, read_chunks
 from megalite.data.tokenizers import Tokenizer, build_tokenizer, require_eod
 
-REPORTED_PROBLEMS = 20  # skipped documents told one by one; the rest is only counted
+REPORTED_PROBLEMS = 20  # skipped documents reported one by one; the rest is only counted
 
 
 @dataclass(frozen=True)
@@ -133,8 +132,6 @@ def preprocess(
         results = stack.enter_context(closing(_encode_all(chunks, settings, options.workers)))
         _write_all(results, builders, options, summary, report, total=sum(map(os.path.getsize, paths)))
         _require_documents(options, summary)
-        for builder in builders:
-            builder.finalize()
     if max(summary.documents.values()) == 1:
         report(
             "note: this is one document, but a split into train, valid and test needs several; "
@@ -147,10 +144,6 @@ def _checked(options: PreprocessOptions) -> list[str]:
     """The input files; FlagError or UserError for options that can't work."""
     paths = expand_inputs(options.inputs)
     check_keys(paths, options.json_keys)
-    if options.workers < 1:
-        raise FlagError(f"--workers {options.workers} must be at least 1")
-    if options.log_interval < 1:
-        raise FlagError(f"--log-interval {options.log_interval} must be at least 1")
     if not os.path.basename(options.output_prefix):
         raise FlagError(f"--output-prefix {options.output_prefix!r} is a folder; add the start of a file name")
     return paths
@@ -174,7 +167,7 @@ def _require_documents(options: PreprocessOptions, summary: Summary) -> None:
 
 
 def _write_all(
-    results: Iterable[tuple[Chunk, Encoded]],
+    results: Iterable[tuple[TextChunk, Encoded]],
     builders: Sequence[IndexedDatasetBuilder],
     options: PreprocessOptions,
     summary: Summary,
@@ -206,7 +199,11 @@ def _write_all(
 
 
 def _tell_problems(
-    chunk: Chunk, problems: list[Problem], options: PreprocessOptions, summary: Summary, report: Callable[[str], None]
+    chunk: TextChunk,
+    problems: list[Problem],
+    options: PreprocessOptions,
+    summary: Summary,
+    report: Callable[[str], None],
 ) -> None:
     for problem in problems:
         message = f"{chunk.path}:{problem.line}: {problem.message}"
@@ -225,8 +222,8 @@ def _add_documents(builder: IndexedDatasetBuilder, tokens: np.ndarray, lengths: 
 
 
 def _encode_all(
-    chunks: Iterator[Chunk], settings: EncoderSettings, workers: int
-) -> Generator[tuple[Chunk, Encoded], None, None]:
+    chunks: Iterator[TextChunk], settings: EncoderSettings, workers: int
+) -> Generator[tuple[TextChunk, Encoded], None, None]:
     """Every chunk with its result, in order. Two chunks a worker are under way at most."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's threads would fight over the workers' cores
     if workers == 1:
@@ -235,38 +232,22 @@ def _encode_all(
         return
     # Fresh interpreters, not forks: libraries that own threads deadlock in a fork.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
-    window: deque[tuple[Chunk, Future[Encoded]]] = deque()
+    window: deque[tuple[TextChunk, Future[Encoded]]] = deque()
     try:
         for chunk in chunks:
             with _sigint_blocked():
-                window.append((chunk, _submit(pool, settings, chunk)))
+                window.append((chunk, pool.submit(encode_chunk, settings, chunk)))
             if len(window) > 2 * workers:
-                yield _result(*window.popleft())
-        while window:
-            yield _result(*window.popleft())
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _submit(pool: ProcessPoolExecutor, settings: EncoderSettings, chunk: Chunk) -> Future[Encoded]:
-    with _killed_near(chunk):
-        return pool.submit(encode_chunk, settings, chunk)
-
-
-def _result(chunk: Chunk, future: Future[Encoded]) -> tuple[Chunk, Encoded]:
-    with _killed_near(chunk):
-        return chunk, future.result()
-
-
-@contextmanager
-def _killed_near(chunk: Chunk) -> Iterator[None]:
-    """A pool that lost a worker says so where it's next used: told as a UserError."""
-    try:
-        yield
+                chunk, result = window.popleft()
+                yield chunk, result.result()
+        for chunk, result in window:
+            yield chunk, result.result()
     except BrokenProcessPool:
         raise UserError(
             f"a worker process was killed near {chunk.path}:{chunk.first_line}; if memory ran out, give fewer --workers"
         ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager
@@ -282,13 +263,13 @@ def _sigint_blocked() -> Iterator[None]:
 
 def _start_worker() -> None:
     """Workers don't outlive the parent even if it's killed."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_exit_with, args=(parent.sentinel,), daemon=True).start()
-
-
-def _exit_with(sentinel: int) -> None:
-    connection.wait([sentinel])
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 
@@ -297,18 +278,12 @@ def _tokenizer_of(fields: tuple[tuple[str, Any], ...]) -> Tokenizer:
     return build_tokenizer(TokenizerConfig(**dict(fields)))
 
 
-def encode_chunk(settings: EncoderSettings, chunk: Chunk) -> Encoded:
+def encode_chunk(settings: EncoderSettings, chunk: TextChunk) -> Encoded:
     """Parses and tokenizes one chunk. What is wrong with a document is returned, not raised."""
     tokenizer = _tokenizer_of(settings.tokenizer)
-    documents: list[Document] = []
-    problems: list[Problem] = []
-    for item in parse_chunk(chunk, settings.keys):
-        if isinstance(item, Problem):
-            problems.append(item)
-        else:
-            documents.append(item)
-    rows, more = _tokenize(tokenizer, documents)
-    result = Encoded([], [], [], sorted(problems + more))
+    items = list(parse_chunk(chunk, settings.keys))
+    rows, problems = _tokenize(tokenizer, [item for item in items if isinstance(item, Document)])
+    result = Encoded([], [], [], sorted(problems + [item for item in items if isinstance(item, Problem)]))
     for n in range(len(settings.keys)):
         kept = [[*settings.before, *ids, *settings.after] for ids in rows[n :: len(settings.keys)] if ids]
         lengths = np.array([len(ids) for ids in kept], dtype=np.int64)
@@ -327,20 +302,12 @@ def _tokenize(tokenizer: Tokenizer, documents: Sequence[Document]) -> tuple[list
         if len(documents) == 1:
             message = str(error) if isinstance(error, UserError) else f"the tokenizer failed: {error!r}"
             return [], [Problem(documents[0].line, message)]
-    rows: list[list[int]] = []
-    problems: list[Problem] = []
-    for document in documents:
-        some, wrong = _tokenize(tokenizer, [document])
-        rows += some
-        problems += wrong
-    return rows, problems
+    parts = [_tokenize(tokenizer, [document]) for document in documents]
+    return [ids for rows, _ in parts for ids in rows], [problem for _, problems in parts for problem in problems]
 
 
 def _tokenize_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     # A blank text is an empty document, whatever the tokenizer would make of its blanks.
-    filled = [n for n, text in enumerate(texts) if text and not text.isspace()]
-    rows: list[list[int]] = [[] for _ in texts]
-    some = tokenizer.tokenize_alone([texts[n] for n in filled], special=tokenizer.parse_special_tokens)
-    for n, ids in zip(filled, some, strict=True):
-        rows[n] = ids
-    return rows
+    filled = [text for text in texts if text and not text.isspace()]
+    ids = iter(tokenizer.tokenize_alone(filled, special=tokenizer.parse_special_tokens))
+    return [next(ids) if text and not text.isspace() else [] for text in texts]

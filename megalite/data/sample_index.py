@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megalite.data.cache import cached_arrays, digest, from_mapped_state, mapped_state
+from megalite.data.cache import MappedArrays, cached_arrays, digest
 
 # A last epoch that gives fewer than this share of an epoch's samples is shuffled on its own, so that its documents
 # aren't drawn early in place of a whole epoch's.
@@ -24,26 +24,18 @@ INDEX_VERSION = 1
 
 
 @dataclass(frozen=True)
-class SampleIndex:
+class SampleIndex(MappedArrays):
     """document_index int64 [epochs * documents], sample_index int64 [samples + 1, 2], shuffle_index int64 [samples]."""
 
     document_index: np.ndarray
     sample_index: np.ndarray
     shuffle_index: np.ndarray
 
-    def __reduce__(self) -> tuple[object, ...]:
-        arrays = (self.document_index, self.sample_index, self.shuffle_index)
-        return _restore, tuple(mapped_state(array) for array in arrays)
-
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
 
 EMPTY_INDEX = SampleIndex(np.zeros(0, np.int64), np.zeros((1, 2), np.int64), np.zeros(0, np.int64))
-
-
-def _restore(*states: np.ndarray | str) -> SampleIndex:
-    return SampleIndex(*(from_mapped_state(state) for state in states))
 
 
 def samples_in(num_tokens: int, seq_length: int) -> int:
@@ -53,8 +45,6 @@ def samples_in(num_tokens: int, seq_length: int) -> int:
 
 def epochs_needed(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> int:
     """The smallest n >= 1 with n * tokens_per_epoch >= num_samples * seq_length + 1; one where num_samples is None."""
-    if tokens_per_epoch < 1:
-        raise ValueError("an epoch without tokens never ends")
     if num_samples is None:
         return 1
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))

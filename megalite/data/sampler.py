@@ -7,7 +7,8 @@ many ranks there were leaves no trace, so a run goes on at any data-parallel siz
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,72 +27,40 @@ class Request:
     counted: np.ndarray
 
 
+def fixed_permutation(size: int, key: Sequence[int]) -> np.ndarray:
+    """A permutation of `size` places, a function of the key alone."""
+    # RandomState: numpy promises that its permutations never change.
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(key))).permutation(size)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sampler:
     """Yields the requests of one data-parallel rank, without end or until `total` samples are served over all ranks.
 
     length: samples in the dataset. seed: None for passes in the dataset's order (`single`); else each pass is shuffled
-    by (seed, pass) alone (`cyclic`). Raises ValueError for sizes that make no sense.
+    by (seed, pass) alone (`cyclic`).
     """
 
-    def __init__(
-        self,
-        *,
-        length: int,
-        start_sample: int,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        seed: int | None = None,
-        total: int | None = None,
-    ) -> None:
-        if length < 1 or micro_batch_size < 1 or start_sample < 0 or not 0 <= dp_rank < dp_size:
-            raise ValueError(
-                f"no microbatches from {length} samples, start {start_sample}, micro batch {micro_batch_size}, "
-                f"data-parallel rank {dp_rank} of {dp_size}"
-            )
-        self.length = length
-        self.start_sample = start_sample
-        self.micro_batch_size = micro_batch_size
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.seed = seed
-        self.total = total
+    length: int
+    start_sample: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+    seed: int | None = None
+    total: int | None = None
 
     def __iter__(self) -> Iterator[Request]:
         step = self.micro_batch_size * self.dp_size
-        stop = None if self.total is None else self.start_sample + self.total
         first = self.start_sample
-        passes = _Passes(self.length, self.seed)
+        stop = None if self.total is None else first + self.total
+        key = [] if self.seed is None else [self.seed]
+        order_of = functools.lru_cache(maxsize=1)(lambda which: fixed_permutation(self.length, [*key, which]))
         while stop is None or first < stop:
             numbers = first + self.dp_rank * self.micro_batch_size + np.arange(self.micro_batch_size, dtype=np.int64)
             counted = np.ones(len(numbers), dtype=bool) if stop is None else numbers < stop
-            yield Request(passes.indices(numbers), numbers, counted)
+            places = numbers % self.length
+            if key:
+                passes = (numbers // self.length).tolist()
+                places = np.array([order_of(which)[n] for which, n in zip(passes, places, strict=True)], dtype=np.int64)
+            yield Request(places, numbers, counted)
             first += step
-
-
-class _Passes:
-    """Maps numbers in the order of consumption to places in the dataset; keeps the last pass's permutation."""
-
-    def __init__(self, length: int, seed: int | None) -> None:
-        self.length = length
-        self.seed = seed
-        self._pass = -1
-        self._order = np.empty(0, dtype=np.int64)
-
-    def indices(self, numbers: np.ndarray) -> np.ndarray:
-        places = numbers % self.length
-        if self.seed is None:
-            return places
-        passes = numbers // self.length
-        for which in np.unique(passes):
-            mine = passes == which
-            places[mine] = self._permutation(self.seed, int(which))[places[mine]]
-        return places
-
-    def _permutation(self, seed: int, which: int) -> np.ndarray:
-        if which != self._pass:
-            self._pass = which
-            # RandomState: numpy promises that its permutations never change.
-            bits = np.random.MT19937(np.random.SeedSequence([seed, which]))
-            self._order = np.random.RandomState(bits).permutation(self.length)
-        return self._order

@@ -32,7 +32,7 @@ def unguarded(text: str) -> str:
     return _GUARDS.sub("", text)
 
 
-class Segment(NamedTuple):
+class TextSegment(NamedTuple):
     """A piece of a text. `counted`: it is (part of) an answer, so its tokens are labels that count."""
 
     text: str
@@ -60,7 +60,7 @@ class TextEncoder:
         self._guarded = re.compile(f"{_OPEN}({names}){_CLOSE}|({names})")
 
     def protect(self, text: str) -> str:
-        """A user's text, in which what looks like a special token is none, unless the tokenizer is told otherwise."""
+        """A user's text, in which what looks like a special token is none, but with --parse-special-tokens."""
         if self._names is None or self.tokenizer.parse_special_tokens:
             return text
         return self._names.sub(rf"{_OPEN}\g<0>{_CLOSE}", text)
@@ -99,7 +99,7 @@ class TextEncoder:
             raise FlagError(f"--seq-length {length} is too short: the template's special tokens leave no room")
         return [*ids[: length - after], *ids[len(ids) - after :]]
 
-    def encode(self, segments: Sequence[Segment]) -> list[EncodedPiece]:
+    def encode(self, segments: Sequence[TextSegment]) -> list[EncodedPiece]:
         """The ids of each segment, in order; empty ones left out."""
         segments = [segment for segment in segments if segment.text]
         apart = [self.ids(segment.text) for segment in segments]
@@ -108,7 +108,7 @@ class TextEncoder:
             apart = self._cut(whole, segments) or apart
         return [EncodedPiece(ids, segment.counted) for ids, segment in zip(apart, segments, strict=True)]
 
-    def _cut(self, whole: list[int], segments: Sequence[Segment]) -> list[list[int]] | None:
+    def _cut(self, whole: list[int], segments: Sequence[TextSegment]) -> list[list[int]] | None:
         """The ids of the whole text, cut between the segments; None where a token lies across a cut."""
         pieces, start, text = [], 0, ""
         for segment in segments[:-1]:

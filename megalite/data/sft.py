@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,8 @@ from megalite.data.gpt_dataset import Datasets, SplitSummary
 from megalite.data.jsonl import Line, Progress, read_lines
 from megalite.data.packing import RowDataset, Rows, SequenceBuilder, TokenSequences
 from megalite.data.sample_cache import SampleCache
-from megalite.data.segments import EOD_SIGN, EncodedPiece, Segment, TextEncoder
+from megalite.data.sampler import fixed_permutation
+from megalite.data.segments import EOD_SIGN, EncodedPiece, TextEncoder, TextSegment
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import require_eod
 
@@ -52,7 +53,7 @@ class SftOptions:
     cache: SampleCache | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReadReport:
     """What reading some files gave. samples: kept. answer_tokens: of them. truncated: samples cut at the row's end, and
     lost_tokens, the answer tokens that this cost. dropped: samples with no answer token left; dropped_tokens: theirs.
@@ -107,91 +108,91 @@ def build_sft_datasets(
     Raises UserError with file and line for data that can't be used.
     """
     eod = require_eod(tokenizer, "--sft-data")
-    reader = SftReader(options, tokenizer, tokenizer_model)
-    result = Datasets()
+    reader, result = SftReader(options, tokenizer, tokenizer_model), Datasets()
     pad = eod if tokenizer.pad is None else tokenizer.pad
     data, report = _read(reader, options.data, "--sft-data", result.notes)
-    result.notes += report.lines("--sft-data", options.seq_length)
     result.conversations = report.conversations > 0
-    everything = np.arange(len(data))
-    train, held = everything, everything[:0]
+    valid = data
     if options.valid_data:
-        valid, report = _read(reader, options.valid_data, "--sft-valid-data", result.notes)
-        result.notes += report.lines("--sft-valid-data", options.seq_length)
-        held = np.arange(len(valid))
-    else:
-        valid = data
-        if options.valid_share:
-            lines, of_line = np.unique(data.origins, return_inverse=True)  # no line is in both
-            chosen, _ = hold_out(len(lines), options.valid_share, options.seed)
-            is_train = np.isin(of_line, chosen)
-            train, held = np.flatnonzero(is_train), np.flatnonzero(~is_train)
+        valid, _ = _read(reader, options.valid_data, "--sft-valid-data", result.notes)
+    train, held = divide(options, data, valid)
     if sizes[0]:
         result.train = _rows(options, data, train, pad)
-        result.summaries.append(_summary("train", options.data, result.train, sizes[0]))
+        result.summaries.append(summary("train", options.data, result.train, sizes[0]))
         result.notes.append(_filling("train", result.train))
     if sizes[1] and len(held):
         result.valid = _rows(options, valid, held, pad)
-        result.summaries.append(_summary("valid", options.valid_data or options.data, result.valid, sizes[1]))
+        result.summaries.append(summary("valid", options.valid_data or options.data, result.valid, sizes[1]))
         result.notes.append(_filling("valid", result.valid))
     return result
 
 
 def _read(reader: SftReader, paths: Sequence[str], flag: str, notes: list[str]) -> tuple[TokenSequences, ReadReport]:
-    """As `SftReader.read`, from the cache where it is there."""
-    cache, options = reader.options.cache, reader.options
-    if cache is None:
-        return reader.read(paths, flag)
+    """As `SftReader.read`, from the cache where it is there. `notes` get the report."""
+    options = reader.options
 
-    def build(progress: Progress) -> tuple[np.ndarray, ...]:
+    def build(progress: Progress | None = None) -> tuple[TokenSequences, np.ndarray]:
         data, report = reader.read(paths, flag, progress)
-        return data.tokens, data.counted, data.begins, data.origins, np.array(astuple(report), dtype=np.int64)
+        return data, np.array(astuple(report), dtype=np.int64)
 
     key = {"seq_length": options.seq_length, "long_answers": options.long_answers, "template": reader.template()}
-    names = ("tokens", "counted", "begins", "origins", "report")
-    *arrays, counts = cache.arrays(reader.tokenizer, paths, key, names, build, notes)
-    return TokenSequences(*arrays), ReadReport(*counts.tolist())
+    cache = options.cache
+    data, counts = build() if cache is None else cache.samples(reader.tokenizer, paths, key, "report", build, notes)
+    report = ReadReport(*counts.tolist())
+    notes += report.lines(flag, options.seq_length)
+    return data, report
 
 
 def check_sft(options: SftOptions, tokenizer: Tokenizer, tokenizer_model: str | None) -> list[str]:
     """Problems that the first line of each file shows: missing files, wrong keys, no chat template, no EOS. Cheap, for
     the time before process groups exist."""
-    problems = []
     reader = SftReader(options, tokenizer, tokenizer_model)
-    if options.chat_template is not None:
-        try:
+    try:
+        require_eod(tokenizer, "--sft-data")
+        if options.chat_template is not None:
             reader.chat  # noqa: B018 (loads it, whether or not the first lines need it)
-        except UserError as error:
-            return [str(error)]
+    except UserError as error:
+        return [str(error)]
+    return problems_of_first_lines(options, reader.check)
+
+
+def problems_of_first_lines(options: SftOptions, read: Callable[[Line], object]) -> list[str]:
+    """What `read` finds wrong with the first line of each file, and files that can't be read or hold no line."""
+    problems = []
     for flag, paths in (("--sft-data", options.data), ("--sft-valid-data", options.valid_data)):
         found = False
         for path in paths:
             try:
-                require_eod(tokenizer, flag)
                 for line in itertools.islice(read_lines(path, flag), 1):
                     found = True
-                    for pieces in reader.encode(line):
-                        reader.fits(line, pieces)
+                    read(line)
             except UserError as error:
                 found = True
                 problems.append(str(error))
         if paths and not found:
             problems.append(f"{flag} {' '.join(paths)}: {NO_SAMPLES}")
-    if not 0 <= options.valid_share < 1:
-        problems.append(f"--sft-valid-share {options.valid_share} must lie between 0 and 1")
-    if options.valid_share and options.valid_data:
-        problems.append("--sft-valid-share and --sft-valid-data exclude each other")
     return list(dict.fromkeys(problems))
+
+
+def divide(options: SftOptions, data: TokenSequences, valid: TokenSequences) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the samples in `data` to train on and of those in `valid` to validate on; no line is in both."""
+    everything = np.arange(len(data))
+    if options.valid_data:
+        return everything, np.arange(len(valid))
+    if not options.valid_share:
+        return everything, everything[:0]
+    lines, of_line = np.unique(data.origins, return_inverse=True)
+    chosen, _ = hold_out(len(lines), options.valid_share, options.seed)
+    is_train = np.isin(of_line, chosen)
+    return np.flatnonzero(is_train), np.flatnonzero(~is_train)
 
 
 def hold_out(samples: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Sample numbers for training and for validation, each ascending, at least one of each. The seed alone chooses."""
-    if not 0 < share < 1:
-        raise FlagError(f"--sft-valid-share {share} must lie between 0 and 1")
     if samples < 2:
         raise UserError(f"--sft-valid-share {share}: there is only {samples} sample to divide")
     count = min(max(1, round(samples * share)), samples - 1)
-    order = _permutation(samples, seed, "validation")
+    order = fixed_permutation(samples, [seed, *b"validation"])
     return np.sort(order[count:]), np.sort(order[:count])
 
 
@@ -221,14 +222,11 @@ class SftReader:
         builder, report = SequenceBuilder(), ReadReport()
         for number, line in enumerate(line for path in paths for line in read_lines(path, flag, progress)):
             samples = self.encode(line)
-            report = replace(
-                report,
-                empty=report.empty + (not samples),
-                split=report.split + (len(samples) > 1),
-                conversations=report.conversations + (form_of(line) != PAIR),
-            )
+            report.empty += not samples
+            report.split += len(samples) > 1
+            report.conversations += form_of(line) != PAIR
             for pieces in samples:
-                report = self._add(line, number, pieces, builder, report)
+                self._add(line, number, pieces, builder, report)
         if not report.samples:
             why = f"none of its {report.dropped} samples fits --seq-length" if report.dropped else NO_SAMPLES
             raise UserError(f"{flag} {' '.join(paths)}: {why}")
@@ -236,43 +234,43 @@ class SftReader:
 
     def _add(
         self, line: Line, number: int, pieces: Sequence[EncodedPiece], builder: SequenceBuilder, report: ReadReport
-    ) -> ReadReport:
+    ) -> None:
         ids = [i for piece in pieces for i in piece.ids]
         counted = [piece.counted for piece in pieces for _ in piece.ids]
-        answers = sum(counted[1:])
-        kept = self._kept(counted) if self.fits(line, pieces) else 0
+        answers, kept = sum(counted[1:]), self.kept(line, counted)
         if not kept:
-            return replace(report, dropped=report.dropped + 1, dropped_tokens=report.dropped_tokens + answers)
+            report.dropped += 1
+            report.dropped_tokens += answers
+            return
         builder.add(ids[:kept], counted[:kept], number)
         left = sum(counted[1:kept])
-        return replace(
-            report,
-            samples=report.samples + 1,
-            tokens=report.tokens + kept,
-            answer_tokens=report.answer_tokens + left,
-            truncated=report.truncated + (left < answers),
-            lost_tokens=report.lost_tokens + answers - left,
-        )
+        report.samples += 1
+        report.tokens += kept
+        report.answer_tokens += left
+        report.truncated += left < answers
+        report.lost_tokens += answers - left
 
-    def fits(self, line: Line, pieces: Sequence[EncodedPiece]) -> bool:
-        """Whether all answers of a sample lie within a row, or it may be cut. A UserError where none may be longer."""
+    def kept(self, line: Line, counted: Sequence[bool]) -> int:
+        """Tokens of a sample that stay: up to the last answer token in the row, 0 if none stays. `counted`: which are
+        in answers. A UserError where answers don't fit and none may be cut or dropped."""
         room = self.options.seq_length + 1  # the last token is only a label
-        counted = [piece.counted for piece in pieces for _ in piece.ids]
-        length = max((place + 1 for place, counts in enumerate(counted) if counts), default=0)
-        if length > room and self.options.long_answers == "error":
-            raise line.error(
-                f"the sample has {length} tokens, {sum(counted)} of them in answers, but --seq-length "
-                f"{self.options.seq_length} allows {room}: raise it, shorten the sample, or give --sft-long-answers "
-                "truncate or drop"
-            )
-        return length <= room or self.options.long_answers == "truncate"
+        answers = [place for place, counts in enumerate(counted) if counts and place > 0]
+        fitting = [place for place in answers if place < room]
+        if len(fitting) < len(answers):
+            if self.options.long_answers == "error":
+                raise line.error(
+                    f"the sample has {answers[-1] + 1} tokens, {sum(counted)} of them in answers, but --seq-length "
+                    f"{self.options.seq_length} allows {room}: raise it, shorten the sample, or give "
+                    "--sft-long-answers truncate or drop"
+                )
+            if self.options.long_answers == "drop":
+                return 0
+        return fitting[-1] + 1 if fitting else 0
 
-    def _kept(self, counted: Sequence[bool]) -> int:
-        """Tokens of a sample that stay: up to the last answer token in the row; 0 where none is."""
-        last = self.options.seq_length
-        while last > 0 and (last >= len(counted) or not counted[last]):
-            last = min(last, len(counted)) - 1
-        return last + 1 if last > 0 else 0
+    def check(self, line: Line) -> None:
+        """Raise UserError where a line can't be used."""
+        for pieces in self.encode(line):
+            self.kept(line, [piece.counted for piece in pieces for _ in piece.ids])
 
     def encode(self, line: Line) -> list[list[EncodedPiece]]:
         """The samples of a line: ids of context and answers apart, each sample ending with an answer. One, or several
@@ -287,7 +285,7 @@ class SftReader:
                 samples = self.chat.template.samples(found.messages, tools=found.tools, trained=found.trained)
                 return [self.chat.encoder.encode(segments) for segments in samples]
             prompt, completion = map(self.encoder.protect, pair_of(line))
-            pieces = self.encoder.encode([Segment(prompt, False), Segment(completion + EOD_SIGN, True)])
+            pieces = self.encoder.encode([TextSegment(prompt, False), TextSegment(completion + EOD_SIGN, True)])
             return [[EncodedPiece(self.encoder.prefix, False), *pieces]]
         except FlagError:
             raise
@@ -305,7 +303,7 @@ class SftReader:
 def _rows(options: SftOptions, data: TokenSequences, chosen: np.ndarray, pad: int) -> RowDataset:
     if options.packing:
         # Mixed first: what stands together in a file is often alike, and packs of one kind are poor batches.
-        chosen = chosen[_permutation(len(chosen), options.seed, "packing")]
+        chosen = chosen[fixed_permutation(len(chosen), [options.seed, *b"packing"])]
         rows = Rows.best_fit(chosen, data.lengths[chosen] - 1, options.seq_length)
     else:
         rows = Rows.one_each(chosen)
@@ -320,7 +318,8 @@ def _filling(split: str, rows: RowDataset) -> str:
     return f"{split}: not packed; samples fill {share:.1%} of a row, the longest {taken.max() / rows.seq_length:.1%}"
 
 
-def _summary(split: str, files: Sequence[str], rows: RowDataset, drawn: int) -> SplitSummary:
+def summary(split: str, files: Sequence[str], rows: RowDataset, drawn: int) -> SplitSummary:
+    """Of a set of which the run draws so many rows."""
     return SplitSummary(
         split=split,
         prefix=" ".join(files),
@@ -330,9 +329,3 @@ def _summary(split: str, files: Sequence[str], rows: RowDataset, drawn: int) -> 
         samples=drawn,
         epochs=drawn / len(rows),
     )
-
-
-def _permutation(size: int, seed: int, use: str) -> np.ndarray:
-    """A permutation by seed and use. RandomState: numpy promises that its permutations never change."""
-    bits = np.random.MT19937(np.random.SeedSequence([seed, *use.encode()]))
-    return np.random.RandomState(bits).permutation(size)

@@ -2,20 +2,19 @@
 
 The key idea: reading and parsing are apart. `read_chunks` cuts files into chunks of whole lines without looking at
 them, which is cheap, and `parse_chunk` finds the documents in one chunk, in whichever process has time. A chunk knows
-its file and first line, so that whatever is wrong with a document can be told by file and line.
+its file and first line, so an error in a document names file and line.
 """
 
 from __future__ import annotations
 
 import glob
 import gzip
-import importlib
+import itertools
 import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import IO, Any, NamedTuple
@@ -29,7 +28,7 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TextChunk:
     """Whole lines of one file. `kind`: jsonl, or what one document of a plain text file is (TEXT_DOCUMENTS)."""
 
     path: str
@@ -69,21 +68,29 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
         if not matches:
             raise UserError(f"--input {pattern}: no such file")
         files += matches
-    seen: set[str] = set()
-    for file in files:
-        real = os.path.realpath(file)
-        if real in seen:
-            raise UserError(f"--input names {file} twice")
-        seen.add(real)
+    refuse_repeats(files)
     return files
+
+
+def refuse_repeats(paths: Iterable[str]) -> None:
+    """Raise UserError where two of the paths of `--input` are one file."""
+    seen: set[str] = set()
+    for path in paths:
+        real = os.path.realpath(path)
+        if real in seen:
+            raise UserError(f"--input names {path} twice")
+        seen.add(real)
+
+
+def suffix_of(path: str) -> str:
+    """The end of a file's name that says its format, in small letters, without that of its compression."""
+    name = PurePath(path)
+    return (PurePath(name.stem) if name.suffix.lower() in COMPRESSED else name).suffix.lower()
 
 
 def kind_of(path: str, text_documents: str = "file") -> str:
     """How a file is read, by its name: `.txt` is plain text, all else JSON lines; `.gz` and `.zst` may follow."""
-    suffixes = PurePath(path).suffixes
-    if suffixes and suffixes[-1].lower() in COMPRESSED:
-        suffixes.pop()
-    suffix = suffixes[-1].lower() if suffixes else ""
+    suffix = suffix_of(path)
     if suffix in (".parquet", ".arrow", ".csv", ".tsv", ".xz", ".bz2", ".zip", ".tar"):
         raise UserError(
             f"--input {path}: {suffix} is not supported; give JSON lines or plain text (.jsonl, .txt, + .gz, .zst)"
@@ -100,34 +107,41 @@ def check_keys(paths: Sequence[str], keys: Sequence[str]) -> None:
         raise FlagError(f"--json-keys {' '.join(keys)}: the plain text file {plain} has only one text, so give one key")
 
 
-def read_chunks(paths: Iterable[str], text_documents: str = "file", chunk_bytes: int = 1 << 20) -> Iterator[Chunk]:
+def read_chunks(paths: Iterable[str], text_documents: str = "file", chunk_bytes: int = 1 << 20) -> Iterator[TextChunk]:
     """Chunks of about `chunk_bytes` (more where one document is longer), in order; at most two in memory.
 
     Raises UserError for a file that can't be opened, read or decompressed to its end.
     """
     for path in paths:
-        yield from _chunks_of(path, kind_of(path, text_documents), chunk_bytes)
+        try:
+            yield from _chunks_of(path, kind_of(path, text_documents), chunk_bytes)
+        except EOFError:
+            raise UserError(f"{path}: the compressed file ends too early") from None
+        except zlib.error as error:
+            raise UserError(f"{path}: broken compression ({error})") from None
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror or error}") from None
 
 
-def _chunks_of(path: str, kind: str, chunk_bytes: int) -> Iterator[Chunk]:
+def _chunks_of(path: str, kind: str, chunk_bytes: int) -> Iterator[TextChunk]:
     buffer = bytearray()
-    line, told, searched = 1, 0, 0
-    with _named_errors(path), open(path, "rb") as file:
-        for block in _blocks(file, path, chunk_bytes):
+    line, reported, searched = 1, 0, 0
+    with open(path, "rb") as file:
+        # The empty block at the end ends the last document.
+        for block in itertools.chain(_blocks(file, path, chunk_bytes), [b""]):
             buffer += block
-            if len(buffer) < chunk_bytes:
+            if block and len(buffer) < chunk_bytes:
                 continue
-            cut = _last_boundary(buffer, searched, kind)
-            if cut:
+            cut = _last_boundary(buffer, searched, kind) if block else len(buffer)
+            if cut or (kind == "file" and not block):
                 data = bytes(buffer[:cut])
                 del buffer[:cut]
-                yield Chunk(path, kind, line, _without_mark(data, path) if line == 1 else data, file.tell() - told)
+                yield TextChunk(
+                    path, kind, line, _without_mark(data, path) if line == 1 else data, file.tell() - reported
+                )
                 line += data.count(b"\n")
-                told = file.tell()
+                reported = file.tell()
             searched = len(buffer)
-        if buffer or kind == "file":
-            data = bytes(buffer)
-            yield Chunk(path, kind, line, _without_mark(data, path) if line == 1 else data, file.tell() - told)
 
 
 def _last_boundary(buffer: bytearray, searched: int, kind: str) -> int:
@@ -149,19 +163,6 @@ def _without_mark(data: bytes, path: str) -> bytes:
     return data.removeprefix(_UTF8_MARK)
 
 
-@contextmanager
-def _named_errors(path: str) -> Iterator[None]:
-    """What goes wrong in reading becomes a UserError that names the file."""
-    try:
-        yield
-    except EOFError:
-        raise UserError(f"{path}: the compressed file ends too early") from None
-    except zlib.error as error:
-        raise UserError(f"{path}: broken compression ({error})") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
-
-
 def _blocks(file: IO[bytes], path: str, size: int) -> Iterator[bytes]:
     """A file's content, decompressed, in blocks of about `size`."""
     if path.lower().endswith(".zst"):
@@ -173,12 +174,9 @@ def _blocks(file: IO[bytes], path: str, size: int) -> Iterator[bytes]:
 
 
 def _zst_blocks(file: IO[bytes], size: int) -> Iterator[bytes]:
-    # Not the library's stream reader: it takes a truncated frame for the end.
-    try:
-        zstandard = importlib.import_module("zstandard")
-    except ImportError:
-        raise UserError("reading .zst needs the Python package zstandard: pip install zstandard") from None
-    frame = None
+    import zstandard
+
+    frame = None  # not the library's stream reader: it takes a truncated frame for the end
     try:
         while block := file.read(min(size, 1 << 18)):
             while block:
@@ -193,7 +191,7 @@ def _zst_blocks(file: IO[bytes], size: int) -> Iterator[bytes]:
         raise EOFError
 
 
-def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | Problem]:
+def parse_chunk(chunk: TextChunk, keys: Sequence[str]) -> Iterator[Document | Problem]:
     """The documents of a chunk in order. Blank lines between documents are nothing; texts are valid Unicode.
 
     Line ends of plain text become newlines; a JSON string is taken as it is.
@@ -211,66 +209,70 @@ def parse_chunk(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | Proble
     text = text.replace("\r\n", "\n")
     if chunk.kind == "file":
         yield Document(chunk.first_line, (text,))
-    elif chunk.kind == "line":
-        for number, row in enumerate(text.split("\n"), start=chunk.first_line):
-            if row and not row.isspace():
-                yield Document(number, (row,))
-    else:
-        yield from _paragraphs(text, chunk.first_line)
-
-
-def _paragraphs(text: str, first_line: int) -> Iterator[Document]:
-    rows: list[str] = []
-    number = first_line
-    for number, row in enumerate(text.split("\n"), start=first_line):
-        if row and not row.isspace():
-            rows.append(row)
-        elif rows:
-            yield Document(number - len(rows), ("\n".join(rows),))
-            rows = []
-    if rows:
-        yield Document(number + 1 - len(rows), ("\n".join(rows),))
+        return
+    rows = enumerate(text.split("\n"), start=chunk.first_line)
+    for blank, group in itertools.groupby(rows, lambda row: not row[1].strip()):
+        if not blank:
+            numbers, lines = zip(*group, strict=True)
+            if chunk.kind == "paragraph":
+                yield Document(numbers[0], ("\n".join(lines),))
+            else:
+                yield from (Document(number, (line,)) for number, line in zip(numbers, lines, strict=True))
 
 
 def _parse_json_line(number: int, line: bytes, keys: Sequence[str]) -> Document | Problem:
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = parse_json(line)
+        if not isinstance(value, dict):
+            raise ValueError(f"a JSON object with the key {keys[0]!r} is needed, not {excerpt(value)}")
+        return Document(number, tuple(_text_of(value, key) for key in keys))
+    except ValueError as error:
+        return Problem(number, str(error))
+
+
+def _text_of(value: dict[str, Any], key: str) -> str:
+    if key not in value:
+        there = ", ".join(repr(k) for k in list(value)[:8]) or "none"
+        raise ValueError(f"no key {key!r} (--json-keys); the line's keys: {there}")
+    text = value[key]
+    if not isinstance(text, str):
+        raise ValueError(f"the value of {key!r} is {excerpt(text)}, not a string")
+    check_unicode(text, f"the value of {key!r}")
+    return text
+
+
+def parse_json(line: bytes, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value of a JSON text. `make_object`: as `json.loads` takes it as `object_pairs_hook`. Raises ValueError that
+    says what is wrong."""
+    try:
+        return json.loads(line.decode("utf-8"), object_pairs_hook=make_object)
     except UnicodeDecodeError as error:
-        return Problem(number, _not_utf8(error, line))
+        raise ValueError(_not_utf8(error, line)) from None
     except json.JSONDecodeError as error:
-        return Problem(number, f"broken JSON: {error.msg} (column {error.colno})")
+        raise ValueError(f"broken JSON: {error.msg} (column {error.colno})") from None
     except (ValueError, RecursionError) as error:
-        return Problem(number, f"broken JSON: {error}")
-    if not isinstance(value, dict):
-        return Problem(number, f"a JSON object with the key {keys[0]!r} is needed, not {_json_type(value)}")
-    texts = []
-    for key in keys:
-        if key not in value:
-            there = ", ".join(repr(k) for k in list(value)[:8]) or "none"
-            return Problem(number, f"no key {key!r} (--json-keys); the line's keys: {there}")
-        text = value[key]
-        if not isinstance(text, str):
-            return Problem(number, f"the value of {key!r} is {_json_type(text)}, not a string")
+        raise ValueError(f"broken JSON: {error}") from None
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raise ValueError where a text, called `what`, holds half of a surrogate pair, as JSON's escapes can write it."""
+    try:
         if not text.isascii():
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                half = f"\\u{ord(text[error.start]):04x}"
-                return Problem(number, f"the value of {key!r} holds {half}, half of a surrogate pair: not valid text")
-        texts.append(text)
-    return Document(number, tuple(texts))
+            text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(f"{what} holds {half}, half of a surrogate pair, which is not valid text") from None
+
+
+def excerpt(value: object) -> str:
+    """The beginning of a JSON value, for a message."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _not_utf8(error: UnicodeDecodeError, data: bytes) -> str:
     column = error.start - data.rfind(b"\n", 0, error.start)
     return f"not UTF-8: byte 0x{data[error.start]:02x} at byte {column} of the line"
-
-
-def _json_type(value: object) -> str:
-    if value is None:
-        return "null"
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
-    return names[type(value)]
 
 
 def read_documents(paths: Sequence[str], keys: Sequence[str], text_documents: str = "file") -> Iterator[Document]:

@@ -8,21 +8,19 @@ Chinese and code need no settings of their own.
 
 from __future__ import annotations
 
-import importlib
 import io
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megalite.config.errors import FlagError, UserError
 from megalite.data.text_input import TEXT_DOCUMENTS, check_keys, expand_inputs, read_documents
+from megalite.data.tokenizer_base import load_library
 from megalite.files.atomic import replacing
 
 PIECE_BYTES = 4096  # text is learned from in pieces of about this size, cut at line starts
 LEAST_VOCAB_SIZE = 260
-MODEL_TYPES = ("bpe", "unigram")
 
 
 @dataclass(frozen=True)
@@ -46,16 +44,12 @@ def train_tokenizer(options: TrainingOptions) -> str:
     Ids: 0 unknown (never used), 1 `<s>`, 2 `</s>` (the EOD), 3 to 258 the bytes, then pieces. Raises FlagError for
     bad options and UserError for input that can't be read or doesn't suit the vocabulary size.
     """
-    if options.model_type not in MODEL_TYPES:
-        raise FlagError(f"--model-type {options.model_type}: choose from {', '.join(MODEL_TYPES)}")
     if options.vocab_size < LEAST_VOCAB_SIZE:
         raise FlagError(
             f"--vocab-size {options.vocab_size} must be at least {LEAST_VOCAB_SIZE}: 3 special ids, 256 bytes, and more"
         )
     if not 0.9 <= options.character_coverage <= 1:
         raise FlagError(f"--character-coverage {options.character_coverage}: must be from 0.9 to 1")
-    if options.max_bytes < 1:
-        raise FlagError(f"--max-bytes {options.max_bytes} must be at least 1")
     paths = expand_inputs(options.inputs)
     check_keys(paths, options.json_keys)
     documents = read_documents(paths, options.json_keys, options.text_documents)
@@ -70,19 +64,17 @@ def train_tokenizer(options: TrainingOptions) -> str:
 
 def pieces(text: str) -> Iterator[str]:
     """A text cut into parts of up to about PIECE_BYTES, at line starts where there are any; joined they equal it."""
-    part: list[str] = []
-    size = 0
+    part, size = "", 0
     for line in re.findall(r"[^\n]*\n|[^\n]+", text):
         for start in range(0, len(line), PIECE_BYTES // 4):
             bit = line[start : start + PIECE_BYTES // 4]
             length = len(bit.encode())
             if part and size + length > PIECE_BYTES:
-                yield "".join(part)
-                part, size = [], 0
-            part.append(bit)
-            size += length
+                yield part
+                part, size = "", 0
+            part, size = part + bit, size + length
     if part:
-        yield "".join(part)
+        yield part
 
 
 def even_sample(parts: Iterable[str], max_bytes: int) -> list[str]:
@@ -102,12 +94,7 @@ def even_sample(parts: Iterable[str], max_bytes: int) -> list[str]:
 
 
 def _train(sample: Sequence[str], options: TrainingOptions) -> bytes:
-    try:
-        library: Any = importlib.import_module("sentencepiece")
-    except ImportError:
-        raise UserError(
-            "training a tokenizer needs the Python package sentencepiece: pip install sentencepiece"
-        ) from None
+    library = load_library("sentencepiece")
     if not any(part.strip() for part in sample):
         raise UserError(f"--input {' '.join(options.inputs)}: there is no text to train on")
     model = io.BytesIO()

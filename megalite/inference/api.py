@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from megalite.config.errors import UserError
 from megalite.inference.chat import Dialogue
-from megalite.inference.generate import most_new_tokens, virtual_tokens
+from megalite.inference.generate import room_after, virtual_tokens
 from megalite.inference.load import LoadedModel
 from megalite.inference.options import GenerationOptions
 from megalite.inference.text import TooLongError, encode_prompts
@@ -228,8 +228,8 @@ def _refusal(found: ValidationError) -> ApiError:
     where = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {where!r}", param=where)
-    told = " is not supported" if where in _Unsupported.model_fields else ""
-    return ApiError(400, f"{where}{told}: {error['msg']}" if where else error["msg"], param=where or None)
+    reason = " is not supported" if where in _Unsupported.model_fields else ""
+    return ApiError(400, f"{where}{reason}: {error['msg']}" if where else error["msg"], param=where or None)
 
 
 def _prompts(request: CompletionRequest, loaded: LoadedModel) -> list[list[int]]:
@@ -264,16 +264,16 @@ def _cached(prompts: list[list[int]], loaded: LoadedModel) -> int:
 def _new_tokens(asked: int | None, default: int, prompts: list[list[int]], loaded: LoadedModel, room: int) -> int:
     """How many may follow each prompt: what was asked for, or what of the default there is room for."""
     longest, context, too_long = max(map(len, prompts)), loaded.context, "context_length_exceeded"
-    turns = [turn for prompt in prompts if (turn := most_new_tokens(loaded.model, len(prompt))) is not None]
+    positions, reason = min(room_after(loaded.model, len(prompt)) for prompt in prompts)
     memory = f"the server's memory (--serve-memory) holds {room} tokens for all prompts and their answers"
     limits = [
         (context - longest, f"the model's context is {context} tokens and the prompt has {longest}", too_long),
-        (min(turns, default=context), "a longer text would need other rotations of the cached keys", too_long),
+        (min(positions, context), f"the text would be {reason}", too_long),
         (room // len(prompts) - _cached(prompts, loaded), memory, "memory_exceeded"),
     ]
-    most, reason, code = min(limits)
+    most, reason, code = min(limits, key=lambda limit: limit[0])
     if most < (asked or 1):
         param = "max_tokens" if most > 0 else "messages or prompt"
         rest = f"max_tokens may be at most {most}" if most > 0 else "there is no room for an answer"
         raise ApiError(400, f"{reason}: {rest}", param=param, code=code)
-    return asked or min(default, most)
+    return asked or int(min(default, most))

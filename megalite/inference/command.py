@@ -26,18 +26,18 @@ from megalite.inference.options import GenerationOptions
 from megalite.inference.text import Writing, check_text, encode_prompts
 
 
-def load(given: argparse.Namespace, overrides: Mapping[str, Any]) -> LoadedModel:
+def load_model(given: argparse.Namespace, overrides: Mapping[str, Any]) -> LoadedModel:
     """The model that `--load` or `--load-hf` names, with the tokenizer and the chat template that lie beside
     `--adapter` where the flags don't name others."""
     if given.adapter is not None:
-        overrides = _spoken_by_adapter(given, overrides)
+        overrides = _tokenizer_beside_adapter(given, overrides)
     if given.load_hf is not None:
         given.load_hf = local_folder(given.load_hf, given.hub)
         return load_huggingface_for_generation(given.load_hf, given=overrides, ignored=given.ignore_config_field)
     return load_for_generation(given.load, step=given.ckpt_step, given=overrides)
 
 
-def _spoken_by_adapter(given: argparse.Namespace, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+def _tokenizer_beside_adapter(given: argparse.Namespace, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     folder = together(Path(given.adapter))
     refuse_other_kind(folder, "--adapter")  # before a model is loaded
     if given.chat_template is None and (folder / TEMPLATE_FILE).is_file():
@@ -115,7 +115,7 @@ def talk(loaded: LoadedModel, dialogue: Dialogue, options: GenerationOptions) ->
     """A conversation on standard input and output."""
     interactive = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # what is no text is told, and the conversation goes on
+        sys.stdin.reconfigure(errors="surrogateescape")  # so that a line that is no text is refused alone
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (gives `input` a history and editing)

@@ -7,19 +7,20 @@ prompt alone would give. The prompts first go through the model at once, filling
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megalite.config.errors import UserError
-from megalite.inference.cache import KeyValueCache
 from megalite.inference.options import GenerationOptions
-from megalite.inference.sampling import Sampler
+from megalite.inference.sampling import TokenSampler
 from megalite.models.gpt import GPTStage
 from megalite.nn.attention_backend import bounded_window
 from megalite.nn.module import SequenceInfo
 from megalite.nn.rotary import scales_by_length
+from megalite.nn.transformer import TransformerLayer
 
 _PREFILL_TOKENS = 1024  # of each prompt at a time: bounds the mask and the activations of long prompts
 
@@ -39,6 +40,42 @@ def visible_keys(queries: Tensor, pads: Tensor, window: int | None) -> Tensor:
     return ((causal & real) | (distance == 0))[:, None]
 
 
+class GenerationCache:
+    """Keys and values of the tokens seen so far, so that each new token costs one token's work.
+
+    All memory is taken at once, for the longest that the sequences may become; a step writes its slice in place and
+    attention reads a view, so nothing is copied and nothing grows. `tokens`: per sequence, padding included.
+    """
+
+    def __init__(self, model: GPTStage, *, tokens: int, batch: int) -> None:
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._filled: dict[int, int] = {}
+        for layer in model.decoder.layers.values():
+            assert isinstance(layer, TransformerLayer)
+            attention = layer.self_attention
+            weight = attention.linear_qkv.weight
+            shape = (tokens, batch, attention.local_groups, attention.width)
+            self._keys[layer.number] = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+            self._values[layer.number] = torch.empty_like(self._keys[layer.number])
+            self._filled[layer.number] = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all keys and values."""
+        return sum(tensor.nbytes for tensor in (*self._keys.values(), *self._values.values()))
+
+    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values [s, b, groups, d] of global layer `layer`; views of all so far."""
+        start = self._filled[layer]
+        end = start + key.shape[0]
+        assert end <= self._keys[layer].shape[0], "more tokens than the cache was made for"
+        self._keys[layer][start:end] = key
+        self._values[layer][start:end] = value
+        self._filled[layer] = end
+        return self._keys[layer][:end], self._values[layer][:end]
+
+
 class PaddedBatch:
     """Prompts (lists of ids, none empty) on their way through the model, with room for `new_tokens` columns more."""
 
@@ -49,7 +86,7 @@ class PaddedBatch:
         self.window = bounded_window(model.config)
         self.pads = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         self.tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-        self.cache = KeyValueCache(model, tokens=virtual_tokens(model) + longest + new_tokens, batch=len(prompts))
+        self.cache = GenerationCache(model, tokens=virtual_tokens(model) + longest + new_tokens, batch=len(prompts))
         self.columns = 0
         self.padded = any(len(prompt) < longest for prompt in prompts)
 
@@ -87,47 +124,32 @@ def virtual_tokens(model: GPTStage) -> int:
     return 0 if model.virtual is None else model.virtual.count
 
 
+def room_after(model: GPTStage, prompt: int) -> tuple[float, str]:
+    """How many ids may follow a prompt of so many, and what a longer text meets: the end of learned positions, or
+    positions at which the keys in the cache would have to be rotated again, since dynamic and longrope positions depend
+    on the text's length. Infinity where there is no such limit, though a model may write poorly beyond the length it
+    was trained on."""
+    config, virtual = model.config, virtual_tokens(model)
+    kind, rows = config.position_embedding_type, config.max_position_embeddings
+    if kind == "learned_absolute" and rows is not None:
+        return rows - virtual - prompt, f"more than the model's {rows - virtual} learned positions"
+    limit = config.rope_original_max_position_embeddings - virtual
+    if not scales_by_length(config) or (kind == "longrope" and prompt > limit):
+        return math.inf, ""
+    most = max(1, limit + 1 - prompt)  # nothing is computed after the last
+    return most, f"so long a text that {kind} positions would have to rotate the keys in the cache again"
+
+
 def check_lengths(model: GPTStage, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
-    """A UserError where a prompt and its new tokens need more learned positions than there are, or positions at which
-    cached keys would have to be rotated again. Other rotary positions and none have no such limit, though a model may
-    write poorly beyond the length it was trained on."""
-    if scales_by_length(model.config):
-        _check_scaling(model, prompts, options)
-    rows = model.config.max_position_embeddings
-    if model.config.position_embedding_type != "learned_absolute" or rows is None:
-        return
-    limit = rows - virtual_tokens(model)
+    """A UserError where there is no room for a prompt's new tokens."""
     for number, prompt in enumerate(prompts, start=1):
-        if len(prompt) + options.max_new_tokens <= limit:
-            continue
-        room = limit - len(prompt)
-        remedy = f"use --max-new-tokens {room} or less" if room > 0 else f"shorten it to {limit - 1} tokens or less"
-        raise UserError(
-            f"prompt {number} has {len(prompt)} tokens; with --max-new-tokens {options.max_new_tokens} that is more "
-            f"than the model's {limit} learned positions: {remedy}"
-        )
-
-
-def most_new_tokens(model: GPTStage, prompt: int) -> int | None:
-    """How many ids may follow a prompt of that many before keys in the cache would have to be rotated again, since
-    dynamic and longrope positions depend on the text's length; None where there is no such limit."""
-    kind, original = model.config.position_embedding_type, model.config.rope_original_max_position_embeddings
-    limit = original - virtual_tokens(model)
-    if not scales_by_length(model.config) or (kind == "longrope" and prompt > limit):
-        return None
-    return max(1, limit + 1 - prompt)  # nothing is computed after the last
-
-
-def _check_scaling(model: GPTStage, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
-    for number, prompt in enumerate(prompts, start=1):
-        room = most_new_tokens(model, len(prompt))
-        if room is None or options.max_new_tokens <= room:
-            continue
-        raise UserError(
-            f"prompt {number} has {len(prompt)} tokens; with --max-new-tokens {options.max_new_tokens} the text grows "
-            f"so long that {model.config.position_embedding_type} positions would have to rotate the keys in the cache "
-            f"again: use --max-new-tokens {room} or less, or a shorter prompt"
-        )
+        room, reason = room_after(model, len(prompt))
+        if options.max_new_tokens > room:
+            remedy = f"use --max-new-tokens {room} or less, or " if room > 0 else ""
+            raise UserError(
+                f"prompt {number} has {len(prompt)} tokens; with --max-new-tokens {options.max_new_tokens} that is "
+                f"{reason}: {remedy}shorten it"
+            )
 
 
 def stream(
@@ -150,12 +172,12 @@ def stream(
     assert prompts and all(prompts), "every prompt needs at least one id"
     check_lengths(model, prompts, options)
     indices = range(len(prompts)) if indices is None else indices
-    sampler = Sampler(options, indices, model.output_weight.device, unknown=unknown)
+    sampler = TokenSampler(options, indices, model.output_weight.device, unknown=unknown)
     return _steps(PaddedBatch(model, prompts, new_tokens=options.max_new_tokens), sampler, frozenset(stop), check)
 
 
 def _steps(
-    batch: PaddedBatch, sampler: Sampler, stop: Collection[int], check: Callable[[], None] | None
+    batch: PaddedBatch, sampler: TokenSampler, stop: Collection[int], check: Callable[[], None] | None
 ) -> Iterator[list[int | None]]:
     running = [True] * len(batch.pads)
     chosen: Tensor | None = None
@@ -171,21 +193,3 @@ def _steps(
         if not any(running):
             return
         yield [token if runs else None for runs, token in zip(running, ids, strict=True)]
-
-
-def generate(
-    model: GPTStage,
-    prompts: Sequence[Sequence[int]],
-    options: GenerationOptions,
-    *,
-    stop: Collection[int] = (),
-    unknown: Tensor | None = None,
-    indices: Sequence[int] | None = None,
-) -> list[list[int]]:
-    """The new ids of each prompt, fewer than `max_new_tokens` where the model chose one of `stop`. See `stream`."""
-    results: list[list[int]] = [[] for _ in prompts]
-    for step in stream(model, prompts, options, stop=stop, unknown=unknown, indices=indices):
-        for result, token in zip(results, step, strict=True):
-            if token is not None:
-                result.append(token)
-    return results

@@ -39,14 +39,14 @@ def probabilities(logits: Tensor, options: GenerationOptions) -> Tensor:
     return torch.zeros_like(ordered).scatter_(-1, order, ordered)
 
 
-def draw(probability: Tensor, uniform: Tensor) -> Tensor:
+def draw_tokens(probability: Tensor, uniform: Tensor) -> Tensor:
     """int64 [b]: the token at which the cumulative `probability` [b, vocabulary] passes `uniform` [b] in [0, 1)."""
     cumulative = probability.cumsum(dim=-1)
     cumulative = cumulative / cumulative[:, -1:]
     return torch.searchsorted(cumulative, uniform[:, None], right=True).squeeze(-1)
 
 
-class Sampler:
+class TokenSampler:
     """Chooses one token per prompt and step. `indices`: what tells the prompts' draws apart. `unknown` int64: ids that
     are never chosen."""
 
@@ -64,4 +64,4 @@ class Sampler:
         if self.options.greedy:
             return logits.argmax(dim=-1)
         uniform = random.uniform(self.keys, torch.tensor(step, device=self.keys.device))
-        return draw(probabilities(logits, self.options), uniform)
+        return draw_tokens(probabilities(logits, self.options), uniform)

@@ -18,8 +18,8 @@ import torch
 
 from megalite.estimate.memory import free_machine_memory
 from megalite.inference.api import ApiError, Job, read_job
-from megalite.inference.cache import KeyValueCache
 from megalite.inference.chat import Dialogue
+from megalite.inference.generate import GenerationCache
 from megalite.inference.load import LoadedModel
 from megalite.inference.options import GenerationOptions
 from megalite.inference.text import Writing
@@ -46,7 +46,7 @@ class Service:
     def __init__(self, loaded: LoadedModel, defaults: GenerationOptions, dialogue: Dialogue | None, memory: int):
         self.name, self.can_chat = loaded.name, dialogue is not None
         self.max_body = max(1 << 20, 32 * loaded.context)
-        self.room = memory // KeyValueCache(loaded.model, tokens=1, batch=1).nbytes  # tokens
+        self.room = memory // GenerationCache(loaded.model, tokens=1, batch=1).nbytes  # tokens
         self._loaded = loaded
         self._read = partial(read_job, loaded=loaded, defaults=defaults, dialogue=dialogue, room=self.room)
         # Few prompts are tokenized at a time, since a tokenizer may have much to do.

@@ -17,7 +17,7 @@ from megalite.config.batches import batch_size_stages
 from megalite.config.entry import Loaders, fill, read_config
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import CheckpointConfig, RunConfig
-from megalite.data import check as data_check
+from megalite.data.splits import check_token_files, tokenizer_notes
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import build_tokenizer, require_eod
 from megalite.distributed.launch import Environment, choose_device, set_threads
@@ -127,7 +127,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         backend = choose_backend(config, device.type)
         with deterministic(config.training.deterministic_mode):
             try_kernel(config, backend, device)
-        problems = [*data_check.check(config), *check_sinks(config), *check_adam_backend(config, device.type)]
+        problems = [*check_token_files(config), *check_sinks(config), *check_adam_backend(config, device.type)]
         _refuse([*problems, *run_problems(config, environment.world_size)])
         for folder in filter(None, (config.checkpoint.load, config.checkpoint.pretrained_checkpoint)):
             refuse_other_kind(Path(folder), "--load")
@@ -135,7 +135,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         task = TASKS[config.finetune.task](config, tokenizer)
         if task.of_tokens:
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
-        notes = [*notes, *data_check.tokenizer_notes(config, tokenizer)]
+        notes = [*notes, *tokenizer_notes(config, tokenizer)]
         if config.finetune.load_hf is not None and (config.peft.peft != "none" or _starts_fresh(config)):
             _refuse(check_base_weights(config.finetune.load_hf))
         if config.peft.peft != "none":

@@ -17,7 +17,7 @@ from megalite.data.classification import build_classification_datasets, check_cl
 from megalite.data.document_mask import SampleSource
 from megalite.data.gpt_dataset import Datasets, SplitSummary, build_datasets
 from megalite.data.jsonl import read_lines
-from megalite.data.loader import MicrobatchIterator, microbatch_iterator
+from megalite.data.loader import MicrobatchIterator
 from megalite.data.microbatch import Microbatch
 from megalite.data.sample_cache import SampleCache
 from megalite.data.sft import SftOptions, SftReader, build_sft_datasets, check_sft
@@ -233,7 +233,7 @@ class Feed:
 
     def _microbatches(self, dataset: SampleSource, *, start: int, total: int | None = None) -> MicrobatchIterator:
         training, data = self.config.training, self.config.data
-        return microbatch_iterator(
+        return MicrobatchIterator(
             dataset,
             start_sample=start,
             micro_batch_size=training.micro_batch_size,

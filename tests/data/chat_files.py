@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from tests.data.corpora import SAMPLES
+from tests.data.corpora import byte_level
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>")
 
@@ -105,9 +105,7 @@ def chat_tokenizer(folder: Path, template: str | None = CHATML_TEMPLATE, **confi
     """A byte-level BPE with ChatML's special tokens; `<|im_end|>` is EOS and pad. `config` changes its
     tokenizer_config.json; None takes an entry out."""
     folder.mkdir(parents=True, exist_ok=True)
-    learner = tokenizers.ByteLevelBPETokenizer()
-    learner.train_from_iterator(SAMPLES * 3, vocab_size=400, special_tokens=list(SPECIAL), show_progress=False)
-    learner.save(str(folder / "tokenizer.json"))
+    byte_level(400, *SPECIAL).save(str(folder / "tokenizer.json"))
     values: dict[str, Any] = {
         "bos_token": "<|begin|>",
         "eos_token": "<|im_end|>",
@@ -118,6 +116,16 @@ def chat_tokenizer(folder: Path, template: str | None = CHATML_TEMPLATE, **confi
     }
     values = {key: value for key, value in values.items() if value is not None}
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return folder
+
+
+def put_template(folder: Path, template: str) -> Path:
+    """Have the tokenizer.json in `folder` put special tokens around every text, as in `<|begin|> $A <|im_end|>`."""
+    file = str(folder / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(file)
+    special = [(name, backend.token_to_id(name)) for name in template.split() if name != "$A"]
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
+    backend.save(file)
     return folder
 
 

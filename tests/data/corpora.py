@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from megalite.data.tokenizer_training import TrainingOptions, train_tokenizer
 
 ENGLISH = "The quick brown fox jumps over the lazy dog, and the dog doesn't care.  It's 1984 or 2026.\n\nNext one.\n"
@@ -40,3 +42,10 @@ def sentencepiece_model(folder: Path, **changes: Any) -> str:
     source = write_jsonl(folder / "learn.jsonl", SAMPLES * 3)
     values: dict[str, Any] = {"inputs": [str(source)], "output_prefix": str(folder / "small"), "vocab_size": 400}
     return train_tokenizer(TrainingOptions(**(values | changes)))
+
+
+def byte_level(vocab_size: int = 300, *special: str) -> tokenizers.ByteLevelBPETokenizer:
+    """A byte-level BPE learned from the samples."""
+    learner = tokenizers.ByteLevelBPETokenizer()
+    learner.train_from_iterator(SAMPLES * 3, vocab_size=vocab_size, special_tokens=list(special), show_progress=False)
+    return learner

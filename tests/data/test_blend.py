@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.config.errors import UserError
 from megalite.data.blend import (
     BlendedDataset,
     ConcatDataset,
@@ -17,7 +16,6 @@ from megalite.data.blend import (
     member_sizes,
     normalize,
     occurrence_index,
-    parse_blend,
 )
 
 
@@ -46,7 +44,7 @@ WEIGHTS: list[list[float]] = [
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("size", [1, 2, 1000, 20001])
+@pytest.mark.parametrize("size", [0, 1, 2, 20001])
 def test_the_order_is_the_greedy_rules(weights: list[float], size: int) -> None:
     shares = normalize(weights)
     assert greedy_order(shares, size).tolist() == slow_order(shares, size)
@@ -61,63 +59,6 @@ def test_order_and_samples_equal_megatron_cores(weights: list[float]) -> None:
     order = greedy_order(shares, size)
     np.testing.assert_array_equal(order, members)
     np.testing.assert_array_equal(occurrence_index(order), samples)
-
-
-@pytest.mark.parametrize("weights", [[30, 70], [0.001, 0.999], [1e-9, 1]])
-def test_counts_are_within_one_of_the_weights(weights: list[float]) -> None:
-    shares = normalize(weights)
-    counts = np.bincount(greedy_order(shares, 1000), minlength=2)
-    assert (abs(counts - 1000 * np.array(shares)) <= 1).all()
-
-
-def test_an_order_of_no_samples() -> None:
-    assert len(greedy_order([1.0], 0)) == len(occurrence_index(greedy_order([1.0], 0))) == 0
-
-
-@pytest.mark.parametrize(
-    "words, prefixes, weights",
-    [
-        (["p"], ("p",), None),
-        (["p", "q"], ("p", "q"), None),
-        (["p", "q", "r"], ("p", "q", "r"), None),
-        (["30", "p", "70", "q"], ("p", "q"), (30.0, 70.0)),
-        (["1", "p"], ("p",), (1.0,)),
-        (["1e-9", "p", ".5", " q "], ("p", "q"), (1e-9, 0.5)),
-        (["0", "p", "1", "q"], ("q",), (1.0,)),
-    ],
-)
-def test_blends_are_parsed(words: list[str], prefixes: tuple[str, ...], weights: tuple[float, ...] | None) -> None:
-    blend = parse_blend(words, "--data-path")
-    assert (blend.prefixes, blend.weights) == (prefixes, weights)
-
-
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        ([], "empty"),
-        (["30", "p", "70"], "item 1, '30'"),
-        (["p", "30", "q"], "item 1, 'p'"),
-        (["30", "p", "q", "70"], "item 3, 'q'"),
-        (["30", "40", "70", "q"], "item 2, '40'"),
-        (["-1", "p", "1", "q"], "not negative"),
-        (["nan", "p", "1", "q"], "finite"),
-        (["inf", "p", "1", "q"], "finite"),
-        (["0", "p", "0", "q"], "zero"),
-    ],
-)
-def test_bad_blends_are_refused_by_flag_and_item(words: list[str], says: str) -> None:
-    with pytest.raises(UserError, match=says) as caught:
-        parse_blend(words, "--train-data-path")
-    assert "--train-data-path" in str(caught.value)
-
-
-def test_parsing_agrees_with_megatron_core() -> None:
-    utils = pytest.importorskip("megatron.core.datasets.utils")
-    for words in (["p"], ["p", "q"], ["30", "p", "70", "q"], ["1", "p"]):
-        blend = parse_blend(words, "--data-path")
-        prefixes, weights = utils.get_blend_from_list(words)
-        assert list(blend.prefixes) == list(prefixes)
-        assert (None if blend.weights is None else list(blend.weights)) == weights
 
 
 @pytest.mark.parametrize("size, shares", [(1000, [0.3, 0.7]), (7, [1 / 3, 2 / 3]), (10**9, [1e-9, 1 - 1e-9])])

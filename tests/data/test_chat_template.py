@@ -343,11 +343,6 @@ def test_a_missing_or_broken_template_is_told(tmp_path: Path) -> None:
         chat_of(folder, str(tmp_path / "bad.json"))
 
 
-def test_no_assistant_turn_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no assistant turn"):
-        chat_of(chat_tokenizer(tmp_path)).template.segments(CONVERSATION[:2])
-
-
 @pytest.mark.parametrize("content", [">", "|im_end|>", "<|im_end|>", " yes ", "n"])
 def test_an_answer_that_looks_like_an_end_of_turn_ends_once(content: str) -> None:
     closes = ChatTemplate("{% for m in messages %}<{{ m.content }}<|im_end|>\n{% endfor %}", "t", {})

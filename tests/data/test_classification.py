@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 
 from megalite.config.errors import UserError
 from megalite.data.classification import (
@@ -17,11 +16,11 @@ from megalite.data.classification import (
     build_classification_datasets,
     read_labelled_texts,
 )
-from megalite.data.loader import microbatch_iterator
+from megalite.data.loader import MicrobatchIterator
 from megalite.data.packing import trim
 from megalite.data.sft import SftOptions
 from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer
-from tests.data.chat_files import chat_tokenizer, write_lines
+from tests.data.chat_files import chat_tokenizer, put_template, write_lines
 
 NULL = NullTokenizer(99)
 LINES: list[dict[str, Any]] = [
@@ -54,7 +53,7 @@ def test_the_last_token_of_a_text_carries_its_class(tmp_path: Path) -> None:
 
 def test_the_loader_serves_it_and_trimming_keeps_every_last_token(tmp_path: Path) -> None:
     dataset = ClassificationDataset(read(tmp_path), seq_length=4, pad=0, chosen=np.array([1, 0]))
-    with microbatch_iterator(
+    with MicrobatchIterator(
         dataset, start_sample=0, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=0, seed=1
     ) as batches:
         batch = next(batches)
@@ -110,7 +109,7 @@ def test_sets_for_training_and_validation_share_their_classes(tmp_path: Path) ->
         SftOptions(data=[train], seq_length=8, seed=1, valid_share=0.3), NULL, (1, 1, 0)
     )
     assert isinstance(data.train, ClassificationDataset) and isinstance(data.valid, ClassificationDataset)
-    assert sorted([*data.train.chosen, *data.valid.chosen]) == list(range(30))
+    assert sorted([*data.train.rows.order, *data.valid.rows.order]) == list(range(30))
     other = write_lines(tmp_path / "c.jsonl", [{"text": "1", "label": "mixed"}])
     with pytest.raises(UserError, match=r'c\.jsonl:1: label "mixed" must be one of negative, neutral, positive'):
         build_classification_datasets(replace(options, valid_data=[other]), NULL, (1, 1, 0))
@@ -125,12 +124,7 @@ def test_one_class_or_none_is_told(tmp_path: Path) -> None:
 
 def test_a_cut_text_keeps_the_tokens_that_transformers_keeps(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    file = chat_tokenizer(tmp_path) / "tokenizer.json"
-    backend = tokenizers.Tokenizer.from_file(str(file))
-    special = [(name, backend.token_to_id(name)) for name in ("<|begin|>", "<|im_end|>")]
-    template = tokenizers.processors.TemplateProcessing(single="<|begin|> $A <|im_end|>", special_tokens=special)
-    backend.post_processor = template
-    backend.save(str(file))
+    put_template(chat_tokenizer(tmp_path), "<|begin|> $A <|im_end|>")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
     lines = [{"text": "The quick brown fox " * count, "label": count} for count in (1, 2, 9)]
     data = write_lines(tmp_path / "a.jsonl", lines)

@@ -10,35 +10,11 @@ from megalite.data.document_mask import SampleFormat, document_begins, document_
 EOD = 99
 
 
-def test_the_worked_example() -> None:
-    text = np.array([10, 11, EOD, 20, 21])
-    item = SampleFormat(EOD, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True).item(text)
-    assert item["tokens"].tolist() == [10, 11, EOD, 20]
-    assert item["labels"].tolist() == [11, EOD, 20, 21]
-    assert item["position_ids"].tolist() == [0, 1, 2, 0]
-    assert item["loss_mask"].tolist() == [True, True, False, True]
-    assert item["document_ids"].tolist() == [0, 0, 0, 1]
-    assert {name: array.dtype.name for name, array in item.items()} == {
-        "tokens": "int64",
-        "labels": "int64",
-        "loss_mask": "bool",
-        "position_ids": "int64",
-        "document_ids": "int32",
-    }
-
-
 def test_without_the_options_a_sample_is_one_document() -> None:
     item = SampleFormat(EOD).item(np.array([10, 11, EOD, 20, 21]))
     assert item["position_ids"].tolist() == [0, 1, 2, 3]
     assert item["loss_mask"].all()
     assert "document_ids" not in item
-
-
-def test_eods_in_a_row_at_the_start_and_at_the_end() -> None:
-    begins = document_begins(np.array([EOD, EOD, 1, 2, EOD]), EOD)
-    assert begins.tolist() == [False, True, True, False, False]
-    assert restarted_positions(begins).tolist() == [0, 0, 0, 1, 2]
-    assert document_ids(begins).tolist() == [0, 1, 2, 2, 2]
 
 
 def test_documents_without_eod_are_told_apart_by_the_index_as_if_each_ended_with_one() -> None:

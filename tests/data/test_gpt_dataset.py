@@ -48,60 +48,42 @@ def assert_same_samples(ours: SampleSource | None, theirs: Any) -> None:
             np.testing.assert_array_equal(mine[name], other[name].numpy())
 
 
-@pytest.mark.parametrize("split", ["960,30,10", "80,15,5", "100,0,0", "50,50"])
-def test_one_corpus_gives_megatron_cores_samples(corpora: tuple[str, str], split: str) -> None:
-    pytest.importorskip("megatron.core.datasets.gpt_dataset")
-    config = run_config(corpora[0], split=split)
-    theirs = megatron_sets(SIZES, blend=([corpora[0]], None), split=split)
-    ours = build(config)
+FLAGS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+# `--data-path` with {0} and {1} for the corpora, `--split`, and more flags that both know.
+SETS: list[tuple[str, str, dict[str, bool]]] = [
+    ("{0}", "960,30,10", {}),
+    ("{0}", "80,15,5", FLAGS),
+    ("{0}", "100,0,0", {}),
+    ("{0}", "50,50", {}),
+    ("30 {0} 70 {1}", "80,15,5", {}),
+    ("0.5 {0} 0.5 {1}", "80,15,5", {}),
+    ("0.01 {0} 0.99 {1}", "80,15,5", {}),
+    ("2.0 {0}", "80,15,5", {}),  # a blend of one
+    ("{0} {1}", "80,15,5", {}),  # weighted by size
+]
+
+
+@pytest.mark.parametrize(("words", "split", "flags"), SETS)
+def test_sets_have_megatron_cores_samples(
+    corpora: tuple[str, str], words: str, split: str, flags: dict[str, bool]
+) -> None:
+    utils = pytest.importorskip("megatron.core.datasets.utils")
+    path = words.format(*corpora).split()
+    sizes = (200, 30, 10) if path == list(corpora) else SIZES  # no more than there are
+    theirs = megatron_sets(sizes, blend=utils.get_blend_from_list(path), split=split, **flags)
+    ours = build(run_config(*path, split=split, **flags), sizes)
     for mine, other in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
         assert_same_samples(mine, other)
-
-
-@pytest.mark.parametrize("weights", [[30.0, 70.0], [0.5, 0.5], [1.0, 3.0], [0.01, 0.99]])
-def test_a_blend_gives_megatron_cores_samples(corpora: tuple[str, str], weights: list[float]) -> None:
-    pytest.importorskip("megatron.core.datasets.gpt_dataset")
-    words = [str(word) for pair in zip(weights, corpora, strict=True) for word in pair]
-    theirs = megatron_sets(SIZES, blend=(list(corpora), weights), split="80,15,5")
-    ours = build(run_config(*words, split="80,15,5"))
-    for mine, other in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
-        assert_same_samples(mine, other)
-
-
-def test_prefixes_alone_are_weighted_by_size_as_in_megatron_core(corpora: tuple[str, str]) -> None:
-    pytest.importorskip("megatron.core.datasets.gpt_dataset")
-    theirs = megatron_sets((200, 30, 10), blend=(list(corpora), None), split="80,15,5")
-    ours = build(run_config(*corpora, split="80,15,5"), (200, 30, 10))
-    for mine, other in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
-        assert_same_samples(mine, other)
-
-
-def test_a_single_weighted_prefix_is_a_blend_as_in_megatron_core(corpora: tuple[str, str]) -> None:
-    pytest.importorskip("megatron.core.datasets.gpt_dataset")
-    theirs = megatron_sets(SIZES, blend=([corpora[0]], [2.0]), split="80,15,5")
-    ours = build(run_config("2.0", corpora[0], split="80,15,5"))
-    assert_same_samples(ours.train, theirs[0])
 
 
 def test_paths_per_split_give_megatron_cores_samples(corpora: tuple[str, str]) -> None:
-    pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    utils = pytest.importorskip("megatron.core.datasets.utils")
     first, second = corpora
-    theirs = megatron_sets(
-        SIZES, blend_per_split=[([first, second], [1.0, 2.0]), ([second], [5.0]), ([first, second], None)]
-    )
-    config = run_config(
-        train_data_path=["1", first, "2", second], valid_data_path=["5", second], test_data_path=[first, second]
-    )
-    ours = build(config)
+    paths = [["1", first, "2", second], ["5", second], [first, second]]
+    theirs = megatron_sets(SIZES, blend_per_split=[utils.get_blend_from_list(path) for path in paths])
+    ours = build(run_config(train_data_path=paths[0], valid_data_path=paths[1], test_data_path=paths[2]))
     for mine, other in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
         assert_same_samples(mine, other)
-
-
-def test_masks_equal_megatron_cores(corpora: tuple[str, str]) -> None:
-    pytest.importorskip("megatron.core.datasets.gpt_dataset")
-    flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
-    theirs = megatron_sets((50, 0, 0), blend=([corpora[0]], None), split="100,0,0", **flags)
-    assert_same_samples(build(run_config(corpora[0], split="100,0,0", **flags), (50, 0, 0)).train, theirs[0])
 
 
 @pytest.mark.parametrize("tokens", [64, 65, 129, 50, 1])
@@ -120,8 +102,7 @@ def test_a_tiny_corpus_is_repeated_as_in_megatron_core(tmp_path: Path, tokens: i
 
 @pytest.mark.parametrize("mmap", [True, False])
 def test_every_item_has_one_shape_and_labels_are_the_next_tokens(corpora: tuple[str, str], mmap: bool) -> None:
-    flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
-    dataset = build(run_config(corpora[1], split="100,0,0", mmap_bin_files=mmap, **flags), (320, 0, 0)).train
+    dataset = build(run_config(corpora[1], split="100,0,0", mmap_bin_files=mmap, **FLAGS), (320, 0, 0)).train
     assert dataset is not None
     assert len(dataset) * SEQ_LENGTH > 1.5 * dataset.tokens_per_epoch  # type: ignore[attr-defined]
     shapes = set()
@@ -146,21 +127,6 @@ def test_an_epoch_in_order_of_its_cuts_is_the_corpus_end_to_end(tmp_path: Path) 
     assert len(laid_out) - len(read) <= SEQ_LENGTH
 
 
-@pytest.mark.parametrize("words", [["30", "70"], ["0.001", "0.999"], ["1e-9", "1"], ["0", "1"]])
-def test_any_weights_work_and_counts_are_within_one(corpora: tuple[str, str], words: list[str]) -> None:
-    first, second = corpora
-    data = build(run_config(words[0], first, words[1], second, split="100,0,0"), (1000, 0, 0))
-    assert data.train is not None
-    shapes = {data.train[place]["tokens"].shape for place in range(len(data.train))}
-    assert shapes == {(SEQ_LENGTH,)}
-    weights = np.array([float(word) for word in words])
-    counts = np.bincount(data.train.dataset_index[:1000], minlength=2)  # type: ignore[attr-defined]
-    if words[0] == "0":
-        assert [summary.prefix for summary in data.summaries] == [second]
-        counts = counts[::-1]
-    assert (abs(counts - 1000 * weights / weights.sum()) <= 1).all()
-
-
 @pytest.mark.parametrize(
     "count, split, empty", [(20, "9998,1,1", "valid"), (2, "969,30,1", "valid"), (2, "1,1,998", "train")]
 )
@@ -169,29 +135,23 @@ def test_a_split_without_documents_is_named(tmp_path: Path, count: int, split: s
     config = run_config(prefix, split=split)
     with pytest.raises(UserError, match=f"the {empty} split of {prefix} is empty: --split {split}"):
         build(config)
+    if empty == "valid":  # which may be, where nothing is wanted of it
+        assert build(config, (10, 0, 0)).valid is None
 
 
-def test_a_split_from_which_nothing_is_wanted_may_be_empty(tmp_path: Path) -> None:
-    prefix = write_tokens(tmp_path / "a", random_documents(2))
-    sets = build(run_config(prefix, split="969,30,1"), (10, 0, 0))
-    assert sets.train is not None
-    assert sets.valid is None
-    assert sets.test is None
-
-
-def test_a_share_of_zero_gives_no_set(tmp_path: Path) -> None:
-    prefix = write_tokens(tmp_path / "a", random_documents(5))
-    assert build(run_config(prefix, split="100,0,0")).valid is None
+def test_data_without_tokens_a_share_or_a_whole_sample_is_an_error(tmp_path: Path) -> None:
+    for documents in ([], [[], [], []]):
+        prefix = write_tokens(tmp_path / "a", documents)
+        for words in ([prefix], ["1", prefix], [prefix, prefix]):
+            with pytest.raises(UserError):
+                build(run_config(*words, split="1,0,0"))
+    config = run_config(write_tokens(tmp_path / "b", [np.arange(100), np.arange(64)]), split="1,1,0")
+    config.validation.full_validation = True
+    with pytest.raises(UserError, match="has 64 tokens, and one sample needs --seq-length . 1 = 65"):
+        build(config)
+    config.data.split = "0,1,0"
     with pytest.raises(UserError, match="nothing to train on"):
-        build(run_config(prefix, split="0,1,0"))
-
-
-@pytest.mark.parametrize("documents", [[], [[], [], []]])
-def test_a_corpus_without_tokens_is_an_error(tmp_path: Path, documents: list[list[int]]) -> None:
-    prefix = write_tokens(tmp_path / "a", documents)
-    for words in ([prefix], ["1", prefix], [prefix, prefix]):
-        with pytest.raises(UserError):
-            build(run_config(*words, split="1,0,0"))
+        build(config)
 
 
 def test_full_validation_is_the_whole_split_once(corpora: tuple[str, str]) -> None:
@@ -205,27 +165,27 @@ def test_full_validation_is_the_whole_split_once(corpora: tuple[str, str]) -> No
     assert all(0.9 < summary.epochs <= 1 for summary in by_split)
     tokens = np.concatenate([sets.valid[place]["tokens"] for place in range(len(sets.valid))])
     assert len(tokens) == SEQ_LENGTH * len(sets.valid)
+    never_evaluated = build(config, (10, 0, 0))
+    assert never_evaluated.valid is None and never_evaluated.test is None
 
 
-def test_full_validation_builds_no_set_that_is_never_evaluated(corpora: tuple[str, str]) -> None:
-    config = run_config(corpora[0], split="50,25,25")
-    config.validation.full_validation = True
-    sets = build(config, (10, 0, 0))
-    assert sets.train is not None and sets.valid is None and sets.test is None
-
-
-def test_full_validation_needs_one_whole_sample(tmp_path: Path) -> None:
-    prefix = write_tokens(tmp_path / "a", [np.arange(100), np.arange(64)])
-    config = run_config(prefix, split="1,1,0")
-    config.validation.full_validation = True
-    with pytest.raises(UserError, match="has 64 tokens, and one sample needs --seq-length . 1 = 65"):
-        build(config)
-
-
-def test_an_id_outside_the_vocabulary_is_found_before_training(tmp_path: Path) -> None:
-    prefix = write_tokens(tmp_path / "a", [[1, 2, 3], [VOCABULARY]])
-    with pytest.raises(UserError, match=f"a.bin holds token id {VOCABULARY}, but the vocabulary has {VOCABULARY}"):
-        build(run_config(prefix, split="1,0,0"))
+@pytest.mark.parametrize(
+    ("documents", "dtype", "says"),
+    [
+        (
+            [[1, 2, 3], [VOCABULARY]],
+            np.uint16,
+            f"a.bin holds token id {VOCABULARY}, but .* has {VOCABULARY}",
+        ),
+        ([[1, -1] * 50], np.int32, "token id -1"),
+        ([[1, 2] * 50], np.float32, "holds float32 values"),
+    ],
+)
+def test_what_is_no_id_of_the_vocabulary_is_found_before_training(
+    tmp_path: Path, documents: list[list[int]], dtype: type, says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        build(run_config(write_tokens(tmp_path / "a", documents, dtype), split="1,0,0"))
 
 
 def test_an_id_outside_the_vocabulary_is_found_when_read(tmp_path: Path) -> None:
@@ -234,13 +194,6 @@ def test_an_id_outside_the_vocabulary_is_found_when_read(tmp_path: Path) -> None
     assert dataset is not None
     with pytest.raises(UserError, match="a.bin holds token id 131"):
         [dataset[place] for place in range(len(dataset))]
-
-
-def test_negative_and_fractional_tokens_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="token id -1"):
-        build(run_config(write_tokens(tmp_path / "a", [[1, -1] * 50], np.int32), split="1,0,0"))
-    with pytest.raises(UserError, match="holds float32 values"):
-        build(run_config(write_tokens(tmp_path / "b", [[1, 2] * 50], np.float32), split="1,0,0"))
 
 
 def test_summaries_say_how_often_the_data_is_seen(tmp_path: Path) -> None:
@@ -290,9 +243,7 @@ def test_documents_without_eod_are_separate_where_the_index_ends_them(tmp_path: 
     lengths = [3, 9, 1, 14, 6]
     documents = [np.full(length, 10 + n) for n, length in enumerate(lengths)]  # each of one id, and no EOD
     prefix = write_tokens(tmp_path / "a", documents)
-    config = run_config(
-        prefix, seq_length=16, split="1,0,0", reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
-    )
+    config = run_config(prefix, seq_length=16, split="1,0,0", **FLAGS)
     train = build_datasets(config, EOD, VOCABULARY, (6, 0, 0)).train
     assert train is not None
     for index in range(6):

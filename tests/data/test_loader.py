@@ -16,8 +16,7 @@ import torch
 
 from megalite.config.errors import UserError
 from megalite.data.document_mask import Item, SampleFormat, SampleSource
-from megalite.data.loader import MicrobatchIterator, _die_with_parent, microbatch_iterator
-from megalite.data.microbatch import Microbatch
+from megalite.data.loader import MicrobatchIterator, _die_with_parent
 from megalite.data.mock import MockDataset
 from megalite.data.packing import RowDataset, Rows, SequenceBuilder
 
@@ -43,7 +42,7 @@ def loader(dataset: SampleSource, **changes: Any) -> MicrobatchIterator:
         "seed": 5,
         **changes,
     }
-    return microbatch_iterator(dataset, **settings)
+    return MicrobatchIterator(dataset, **settings)
 
 
 def test_a_microbatch_holds_the_samples_and_their_numbers() -> None:
@@ -184,34 +183,17 @@ def test_a_killed_worker_is_reported() -> None:
             list(islice(batches, 100))
 
 
-def served(dataset: SampleSource, dp_size: int, micro_batch_size: int, **changes: Any) -> list[list[Microbatch]]:
-    return [
-        list(loader(dataset, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro_batch_size, **changes))
-        for rank in range(dp_size)
+@pytest.mark.parametrize(("length", "micro", "size"), [(11, 3, 2), (10, 2, 2), (1, 4, 3), (12, 2, 2), (7, 1, 4)])
+def test_full_validation_counts_each_sample_once_on_ranks_in_step(length: int, micro: int, size: int) -> None:
+    dataset = mock(length)
+    ranks = [
+        list(loader(dataset, dp_rank=rank, dp_size=size, micro_batch_size=micro, total=length)) for rank in range(size)
     ]
-
-
-def test_full_validation_counts_each_sample_once_on_ranks_in_step() -> None:
-    dataset = mock(11)
-    ranks = served(dataset, dp_size=2, micro_batch_size=3, total=11)
-    assert [len(each) for each in ranks] == [2, 2]
-    rows = [batch.loss_mask.all(1) for each in ranks for batch in each]
-    assert all(torch.equal(batch.loss_mask.any(1), batch.loss_mask.all(1)) for each in ranks for batch in each)
-    numbers = torch.cat([batch.sample_ids for each in ranks for batch in each])[torch.cat(rows)]
-    assert sorted(numbers.tolist()) == list(range(11))
-    assert sum(batch.loss_mask.sum().item() for each in ranks for batch in each) == 11 * 16
-
-
-def test_a_validation_set_smaller_than_what_is_asked_cycles_and_resumes() -> None:
-    """4 samples, global batch 8, 6 evaluations of one batch, a new iterator after the third."""
-    dataset = mock(4)
-    with loader(dataset, dp_rank=1, dp_size=2) as batches:
-        straight = [batch.tokens.tolist() for batch in islice(batches, 12)]
-    resumed = []
-    for consumed in (0, 24):
-        with loader(dataset, dp_rank=1, dp_size=2, start_sample=consumed) as batches:
-            resumed += [batch.tokens.tolist() for batch in islice(batches, 6)]
-    assert straight == resumed
+    assert len({len(batches) for batches in ranks}) == 1
+    counted = torch.cat([batch.loss_mask for batches in ranks for batch in batches])
+    assert torch.equal(counted.any(1), counted.all(1))
+    numbers = torch.cat([batch.sample_ids for batches in ranks for batch in batches])[counted.all(1)]
+    assert sorted(numbers.tolist()) == list(range(length))
 
 
 def test_a_dataset_without_samples_is_refused() -> None:

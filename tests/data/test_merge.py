@@ -16,16 +16,9 @@ from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megalite.data.merge import expand_prefixes, merge_datasets
 from megalite.data.preprocess import PreprocessOptions, preprocess
 from tests.data.corpora import write_jsonl
+from tests.data.token_files import write_tokens
 
 megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-
-
-def part(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> str:
-    prefix.parent.mkdir(exist_ok=True, parents=True)
-    with IndexedDatasetBuilder(str(prefix), np.dtype(dtype)) as builder:
-        for tokens in documents:
-            builder.add_document(np.array(tokens, dtype=dtype))
-    return str(prefix)
 
 
 def pair(prefix: Path) -> tuple[bytes, bytes]:
@@ -49,21 +42,13 @@ def test_merged_parts_equal_the_preprocessed_concatenation(tmp_path: Path) -> No
 
 def test_prefixes_keep_the_order_given_and_a_folder_is_sorted(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
-        part(tmp_path / "in" / name, [[ord(name)]])
+        write_tokens(tmp_path / "in" / name, [[ord(name)]])
     (tmp_path / "in" / "readme.txt").write_text("not a part")
     merge_datasets([f"{tmp_path}/in/c", f"{tmp_path}/in/a"], str(tmp_path / "given"))
     merge_datasets([f"{tmp_path}/in"], str(tmp_path / "folder"))
     given, folder = IndexedDataset(f"{tmp_path}/given"), IndexedDataset(f"{tmp_path}/folder")
     assert "".join(chr(given[n][0]) for n in range(2)) == "ca"
     assert "".join(chr(folder[n][0]) for n in range(3)) == "abc"
-
-
-def test_a_merge_of_merges_and_of_an_empty_part_loses_nothing(tmp_path: Path) -> None:
-    parts = [part(tmp_path / "in" / name, rows) for name, rows in (("a", [[1], [2, 3]]), ("b", []), ("c", [[4]]))]
-    merge_datasets(parts[:2], str(tmp_path / "ab"))
-    merge_datasets([str(tmp_path / "ab"), parts[2]], str(tmp_path / "abc"))
-    part(tmp_path / "truth", [[1], [2, 3], [4]])
-    assert pair(tmp_path / "abc") == pair(tmp_path / "truth")
 
 
 def test_two_hundred_parts_need_little_memory(tmp_path: Path) -> None:
@@ -86,16 +71,9 @@ def test_two_hundred_parts_need_little_memory(tmp_path: Path) -> None:
     assert all(np.array_equal(merged[n], block + np.uint16(n)) for n in (0, 1, 57, 199))
 
 
-def test_parts_of_different_dtypes_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    parts = [part(tmp_path / "small", [[1]]), part(tmp_path / "large", [[70000]], "int32")]
-    with pytest.raises(UserError, match=r"large holds int32 tokens and .*small uint16"):
-        merge_datasets(parts, str(tmp_path / "out"))
-    assert list(tmp_path.glob("out*")) == []
-
-
 def test_a_missing_damaged_or_repeated_part_is_named(tmp_path: Path) -> None:
-    first = part(tmp_path / "in" / "a", [[1, 2, 3]])
-    second = part(tmp_path / "in" / "b", [[4]])
+    first = write_tokens(tmp_path / "in" / "a", [[1, 2, 3]])
+    second = write_tokens(tmp_path / "in" / "b", [[4]])
     with pytest.raises(UserError, match=r"absent\.idx"):
         merge_datasets([first, str(tmp_path / "absent")], str(tmp_path / "out"))
     with pytest.raises(UserError, match="twice"):
@@ -135,8 +113,10 @@ def test_modes_of_a_multimodal_index_are_kept_as_megatron_core_keeps_them(tmp_pa
     assert modes.tolist() == [0, 1, 1]
 
 
-def test_parts_with_and_without_modes_are_not_joined(tmp_path: Path) -> None:
-    parts = [multimodal(tmp_path / "a", [([1, 2], 0)]), part(tmp_path / "b", [[3]])]
-    with pytest.raises(UserError, match=r"a\.idx has a mode for each sequence .* and .*b\.idx has none"):
-        merge_datasets(parts, str(tmp_path / "out"))
+def test_parts_of_different_dtypes_or_with_and_without_modes_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    small, large = write_tokens(tmp_path / "small", [[1]]), write_tokens(tmp_path / "large", [[70000]], np.int32)
+    with pytest.raises(UserError, match=r"large holds int32 tokens and .*small uint16"):
+        merge_datasets([small, large], str(tmp_path / "out"))
+    with pytest.raises(UserError, match=r"a\.idx has a mode for each sequence .* and .*small\.idx has none"):
+        merge_datasets([small, multimodal(tmp_path / "a", [([1, 2], 0)])], str(tmp_path / "out"))
     assert list(tmp_path.glob("out*")) == []

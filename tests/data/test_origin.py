@@ -8,11 +8,11 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from megalite.config.schema import TokenizerConfig
-from megalite.data.check import tokenizer_notes
 from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from megalite.data.inspection import describe
+from megalite.data.inspection import describe_dataset
 from megalite.data.merge import merge_datasets
 from megalite.data.preprocess import PreprocessOptions, preprocess
+from megalite.data.splits import tokenizer_notes
 from megalite.data.tokenizers import build_tokenizer
 from tests.data.corpora import write_jsonl
 from tests.data.token_files import run_config
@@ -83,5 +83,5 @@ def test_files_that_another_program_wrote_over_the_old_are_not_judged_by_those(t
 
 def test_an_inspection_names_the_tokenizer(tmp_path: Path, prefix: str) -> None:
     assert f"written with the tokenizer HuggingFaceTokenizer {tmp_path}/mine (5 ids" in "\n".join(
-        describe(prefix, None, 0, 1)
+        describe_dataset(prefix, None, 0, 1)
     )

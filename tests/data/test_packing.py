@@ -163,10 +163,3 @@ def test_trimming_changes_no_loss_and_keeps_to_the_multiple() -> None:
             assert loss_sum(model, short)[0] == pytest.approx(loss_sum(model, arrays)[0], rel=1e-12)
             assert loss_sum(model, short)[1] == loss_sum(model, arrays)[1]
             assert short["sample_ids"].tolist() == [0, 1, 2, 3]
-
-
-def test_a_microbatch_that_only_fills_up_is_as_short_as_can_be() -> None:
-    arrays = stack_items([dataset(sequences(), packed=False)[0]], np.zeros(1, dtype=np.int64))
-    arrays["loss_mask"][:] = False
-    assert trim(arrays, 4)["tokens"].shape == (1, 4)
-    assert trim(arrays)["tokens"].shape == (1, 1)

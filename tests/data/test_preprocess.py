@@ -17,7 +17,8 @@ from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocess import PreprocessOptions, Summary, preprocess
-from tests.data.corpora import SAMPLES, sentencepiece_model, write_jsonl
+from tests.data.chat_files import put_template
+from tests.data.corpora import SAMPLES, byte_level, sentencepiece_model, write_jsonl
 
 NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=1000)
 
@@ -117,7 +118,7 @@ BAD_LINES = {
     "broken JSON": b'{"text": "1"',
     "no key": b'{"body": "1"}',
     "null": b'{"text": null}',
-    "a number": b'{"text": 5}',
+    "is 5, not a string": b'{"text": 5}',
     "surrogate": b'{"text": "\\ud800"}',
     "not UTF-8": b'{"text": "\xff"}',
     "is not an id": b'{"text": "1 two"}',
@@ -129,28 +130,6 @@ def lines_with(bad: bytes) -> bytes:
     lines = [b'{"text": "%d"}\r' % (n % 7) for n in range(1, 600)]
     lines[499] = bad
     return b"\xef\xbb\xbf" + b"\n".join(lines) + b"\n\n"
-
-
-@pytest.mark.parametrize(("message", "bad"), BAD_LINES.items())
-def test_a_bad_line_stops_with_file_and_line_or_is_skipped(tmp_path: Path, message: str, bad: bytes) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines_with(bad))
-    with pytest.raises(UserError, match=rf"a\.jsonl:500: .*{message}"):
-        run(tmp_path / "a.jsonl", tmp_path / "o", chunk_bytes=1000)
-    assert list(tmp_path.glob("o*")) == []
-    told: list[str] = []
-    options = PreprocessOptions([str(tmp_path / "a.jsonl")], str(tmp_path / "o"), on_error="skip")
-    summary = preprocess(options, NULL, told.append)
-    assert (summary.documents["text"], summary.bad) == (598, 1)
-    assert told[0].startswith(f"skipped {tmp_path}/a.jsonl:500: ")
-    assert documents(tmp_path / "o") == [[n % 7] for n in range(1, 600) if n != 500]
-
-
-def test_the_first_bad_line_is_told_with_several_workers(tmp_path: Path) -> None:
-    content = lines_with(BAD_LINES["null"]).replace(b'"3"', b"3")
-    (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.jsonl:3: the value of 'text' is a number"):
-        run(tmp_path / "a.jsonl", tmp_path / "o", workers=4, chunk_bytes=200)
-    assert list(tmp_path.glob("o*")) == []
 
 
 def test_bad_lines_of_every_kind_are_told_in_order_whatever_the_number_of_workers(tmp_path: Path) -> None:
@@ -166,7 +145,11 @@ def test_bad_lines_of_every_kind_are_told_in_order_whatever_the_number_of_worker
         options = PreprocessOptions([f"{tmp_path}/a.jsonl"], prefix, on_error="skip", workers=workers, chunk_bytes=500)
         summary = preprocess(options, NULL, lines_told.append)
         assert summary.bad == len(BAD_LINES)
+        with pytest.raises(UserError, match=r"a\.jsonl:500: broken JSON"):
+            preprocess(replace(options, on_error="stop"), NULL)
     assert told[1] == told[4]
+    for line, message in zip(told[1], BAD_LINES, strict=True):
+        assert line.startswith(f"skipped {tmp_path}/a.jsonl:") and message in line
     assert [int(line.split(":")[1]) for line in told[1]] == list(wanted)
     assert content(tmp_path / "o1") == content(tmp_path / "o4")
 
@@ -194,33 +177,12 @@ def test_the_dtype_holds_the_largest_id_that_can_occur(tmp_path: Path, vocab_siz
     assert IndexedDataset(f"{tmp_path}/o_text_document").dtype == np.dtype(dtype)
 
 
-def test_append_eod_without_an_eod_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    import tokenizers
-
-    learner = tokenizers.ByteLevelBPETokenizer()
-    learner.train_from_iterator(SAMPLES, vocab_size=300, show_progress=False)
-    learner.save(str(tmp_path / "bare.json"))
-    config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "bare.json"))
-    source = write_jsonl(tmp_path / "a.jsonl", SAMPLES)
-    run(source, tmp_path / "fine", config)
-    (tmp_path / "a.jsonl").write_text("not even JSON")
-    with pytest.raises(FlagError, match="--append-eod needs a tokenizer with an end-of-document id"):
-        run(source, tmp_path / "o", config, append_eod=True)
-    assert list(tmp_path.glob("o*")) == []
-
-
 @pytest.mark.parametrize("template", ["$A </s>", "<s> $A", "[g] <s> $A </s>", "$A"])
 def test_documents_are_the_text_alone_whatever_the_tokenizers_own_template(tmp_path: Path, template: str) -> None:
-    import tokenizers
-
-    learner = tokenizers.ByteLevelBPETokenizer()
-    special = ["<s>", "</s>", "[g]"]
-    learner.train_from_iterator(SAMPLES, vocab_size=300, special_tokens=special, show_progress=False)
+    learner = byte_level(300, "<s>", "</s>", "[g]")
     plain = [learner.encode(text).ids for text in SAMPLES]
-    learner._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single=template, special_tokens=[(name, number) for number, name in enumerate(special)]
-    )
     learner.save(str(tmp_path / "tokenizer.json"))
+    put_template(tmp_path, template)
     config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     source = write_jsonl(tmp_path / "a.jsonl", SAMPLES)
     told: list[str] = []
@@ -263,7 +225,7 @@ def test_plain_text_is_tokenized_whole_and_a_single_document_is_noted(tmp_path: 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"workers": 0}, "--workers 0"), ({"log_interval": 0}, "--log-interval 0"), ({"json_keys": []}, "--json-keys")],
+    [({"json_keys": ["a", "a"]}, "--json-keys a a"), ({"json_keys": []}, "--json-keys")],
 )
 def test_options_that_cannot_work_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(FlagError, match=message):

@@ -70,20 +70,6 @@ def test_all_three_arrays_equal_megatron_cores(tmp_path: Path, samples: int, doc
     assert {array.dtype.name for array in vars(ours).values()} == {"int64"}
 
 
-def test_a_last_epoch_of_few_samples_is_shuffled_on_its_own() -> None:
-    lengths = np.full(10, 65, dtype=np.int32)
-    one = samples_in(650, 64)
-    for extra, separate in [(1, True), (one - 4, True), (one - 1, False)]:
-        index = build_index(lengths, 0, 10, num_samples=one + extra, seq_length=64, seed=1)
-        assert (sorted(index.document_index[:10]) == list(range(10))) == separate
-        assert (index.shuffle_index[:one].max() < one) == separate
-
-
-def test_a_range_of_documents_uses_no_other(tmp_path: Path) -> None:
-    index = build_index(np.full(50, 9, np.int32), 20, 30, num_samples=100, seq_length=8, seed=0)
-    assert set(index.document_index.tolist()) == set(range(20, 30))
-
-
 def test_indices_of_billions_of_tokens_stay_in_order() -> None:
     lengths = np.full(8, 2**28, dtype=np.int32)
     samples = samples_in(4 * 8 * 2**28, 2**20)
@@ -131,15 +117,6 @@ def test_every_dependency_is_in_the_name(tmp_path: Path, change: dict[str, Any])
     changed = _build(str(tmp_path), **change)
     assert len(list(tmp_path.iterdir())) == 6
     assert not _equal(cached, changed)
-
-
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("a file where the folder should be")
-    notes: list[str] = []
-    index = _build(str(tmp_path / "file"), notes)
-    assert _equal(index, _build(str(tmp_path / "good")))
-    assert len(notes) == 1
-    assert str(tmp_path / "file") in notes[0]
 
 
 def test_a_read_only_cache_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,21 +50,3 @@ def test_cyclic_shuffles_each_pass_anew_and_misses_nothing() -> None:
     assert all(sorted(each) == list(range(10)) for each in passes.tolist())
     assert len({tuple(each) for each in passes.tolist()}) == 4
     assert consumed(10, 0, 5, 1, 8, seed=4).tolist() != passes.reshape(-1).tolist()
-
-
-def test_a_total_counts_each_sample_once_and_keeps_ranks_in_step() -> None:
-    for length, micro, size in [(10, 2, 2), (1, 4, 3), (12, 2, 2), (7, 1, 4)]:
-        ranks = [
-            list(Sampler(length=length, start_sample=0, micro_batch_size=micro, dp_rank=r, dp_size=size, total=length))
-            for r in range(size)
-        ]
-        assert len({len(each) for each in ranks}) == 1
-        counted = [index for each in ranks for request in each for index in request.indices[request.counted]]
-        assert sorted(counted) == list(range(length))
-
-
-@pytest.mark.parametrize("change", [{"length": 0}, {"micro_batch_size": 0}, {"dp_rank": 2}, {"start_sample": -1}])
-def test_senseless_sizes_are_refused(change: dict[str, int]) -> None:
-    sizes = {"length": 5, "start_sample": 0, "micro_batch_size": 1, "dp_rank": 0, "dp_size": 2, **change}
-    with pytest.raises(ValueError):
-        Sampler(**sizes)

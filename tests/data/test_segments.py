@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 
 from megalite.config.errors import UserError
-from megalite.data.segments import BOS_SIGN, EOD_SIGN, Segment, TextEncoder
+from megalite.data.segments import BOS_SIGN, EOD_SIGN, TextEncoder, TextSegment
 from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer
-from tests.data.chat_files import chat_tokenizer
+from tests.data.chat_files import chat_tokenizer, put_template
 from tests.data.corpora import SAMPLES, sentencepiece_model
 
 
@@ -19,8 +19,8 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(str(chat_tokenizer(tmp_path_factory.mktemp("chat"))))
 
 
-def halves(text: str, cut: int) -> list[Segment]:
-    return [Segment(text[:cut], False), Segment(text[cut:], True)]
+def halves(text: str, cut: int) -> list[TextSegment]:
+    return [TextSegment(text[:cut], False), TextSegment(text[cut:], True)]
 
 
 def test_ids_of_the_whole_text_cut_where_a_token_ends(hf: HuggingFaceTokenizer) -> None:
@@ -46,17 +46,12 @@ def test_where_a_token_lies_across_the_cut_the_prompt_has_the_ids_that_generatio
 
 def test_what_the_tokenizers_own_template_adds_is_left_out(tmp_path: Path) -> None:
     folder = chat_tokenizer(tmp_path)
-    file = str(folder / "tokenizer.json")
-    plain = HuggingFaceTokenizer(file)
+    plain = HuggingFaceTokenizer(str(folder))
     for template, before, after in (("<|begin|> $A", 1, 0), ("<|begin|> $A <|im_end|>", 1, 1), ("$A <|im_end|>", 0, 1)):
-        backend = tokenizers.Tokenizer.from_file(file)
-        special = [(name, backend.token_to_id(name)) for name in ("<|begin|>", "<|im_end|>")]
-        backend.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
-        backend.save(str(tmp_path / "changed.json"))
-        tokenizer = HuggingFaceTokenizer(str(tmp_path / "changed.json"))
+        tokenizer = HuggingFaceTokenizer(str(put_template(folder, template)))
         assert len(tokenizer.tokenize("")) == before + after
         encoder = TextEncoder(tokenizer)
-        assert encoder.prefix == [special[0][1]] * before
+        assert encoder.prefix == [plain.special["<|begin|>"]] * before
         for text in SAMPLES:
             assert encoder.ids(text) == plain.tokenize(text)
 
@@ -71,7 +66,7 @@ def test_a_prefixed_blank_is_added_once(tmp_path: Path) -> None:
     )
     backend.save(str(tmp_path / "tokenizer.json"))
     encoder = TextEncoder(HuggingFaceTokenizer(str(tmp_path)))
-    before, after = encoder.encode([Segment("a", False), Segment(" b", True)])
+    before, after = encoder.encode([TextSegment("a", False), TextSegment(" b", True)])
     assert (before.ids, after.ids) == ([4], [5])
 
 
@@ -90,4 +85,4 @@ def test_signs_become_ids_that_the_tokenizer_can_not_read_from_text(tmp_path: Pa
 
 
 def test_empty_pieces_are_left_out(hf: HuggingFaceTokenizer) -> None:
-    assert len(TextEncoder(hf).encode([Segment("", False), Segment("a", True)])) == 1
+    assert len(TextEncoder(hf).encode([TextSegment("", False), TextSegment("a", True)])) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 from dataclasses import replace
@@ -14,17 +13,14 @@ import pytest
 
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
-from megalite.data.chat_forms import PAIR
 from megalite.data.document_mask import SampleSource
-from megalite.data.jsonl import read_lines
-from megalite.data.loader import microbatch_iterator
+from megalite.data.loader import MicrobatchIterator
 from megalite.data.packing import RowDataset
 from megalite.data.sample_cache import SampleCache
 from megalite.data.sft import SftOptions, SftReader, build_sft_datasets, check_sft, hold_out
 from megalite.data.tokenizer_base import Tokenizer
-from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, SentencePieceTokenizer, build_tokenizer
-from tests.data.chat_files import CONVERSATION, REASONING_TEMPLATE, chat_tokenizer, pairs, write_lines
-from tests.data.corpora import sentencepiece_model
+from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, build_tokenizer
+from tests.data.chat_files import CONVERSATION, REASONING_TEMPLATE, chat_tokenizer, pairs, put_template, write_lines
 
 NULL = NullTokenizer(99)
 MESSAGES = [{"role": "user", "content": "q\nx"}, {"role": "assistant", "content": "a"}]
@@ -77,20 +73,12 @@ def test_a_pair_counts_its_completion_and_eos(tmp_path: Path) -> None:
 
 
 def test_a_pair_begins_with_what_the_tokenizer_puts_before_a_text_and_ends_with_one_eos(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    file = str(chat_tokenizer(tmp_path) / "tokenizer.json")
-    backend = tokenizers.Tokenizer.from_file(file)
-    names = ("<|begin|>", "<|im_end|>")
-    special = [(name, backend.token_to_id(name)) for name in names]
-    backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<|begin|> $A <|im_end|>", special_tokens=special
-    )
-    backend.save(file)
+    put_template(chat_tokenizer(tmp_path), "<|begin|> $A <|im_end|>")
     tokenizer = HuggingFaceTokenizer(str(tmp_path))
     data = write_lines(tmp_path / "a.jsonl", [{"prompt": "The quick", "completion": " brown fox"}])
     sequences, _ = SftReader(options(data), tokenizer, None).read([data], "--sft-data")
     assert sequences.tokens.tolist() == tokenizer.tokenize("The quick brown fox")
-    assert sequences.counted.sum() == len(backend.encode(" brown fox", add_special_tokens=False).ids) + 1
+    assert sequences.counted.sum() == len(tokenizer.tokenize_alone([" brown fox"], special=True)[0]) + 1
 
 
 def test_conversations_and_pairs_may_share_a_file(tmp_path: Path, chat_folder: Path) -> None:
@@ -103,7 +91,7 @@ def test_conversations_and_pairs_may_share_a_file(tmp_path: Path, chat_folder: P
     )
     assert first == "4, of course.\n\nIsn't it?👍🏽 def add(a: int, b: int)"
     assert second == " 0"
-    assert (report.samples, report.truncated, report.dropped) == (2, 0, 0)
+    assert (report.samples, report.truncated, report.dropped, report.conversations) == (2, 0, 0, 1)
     assert report.answer_tokens == sequences.counted.sum()
 
 
@@ -127,14 +115,6 @@ def test_alpacas_file_is_read_as_published_one_list_with_some_empty_outputs(tmp_
     data = build_sft_datasets(options(str(tmp_path / "alpaca.json")), tokenizer, str(chat_folder), (1, 0, 0))
     assert len(rows_of(data.train)) == 2
     assert any("1 lines with an empty output were left out" in note for note in data.notes)
-
-
-@pytest.mark.parametrize(("form", "told"), [("pair", False), ("messages", True)])
-def test_data_says_whether_it_has_conversations(tmp_path: Path, chat_folder: Path, form: str, told: bool) -> None:
-    line = {"messages": MESSAGES} if form == "messages" else {"prompt": "q", "completion": "a"}
-    file = write_lines(tmp_path / "data.jsonl", [{"prompt": "q", "completion": "a"}, line])
-    tokenizer = HuggingFaceTokenizer(str(chat_folder))
-    assert build_sft_datasets(options(file), tokenizer, str(chat_folder), (1, 0, 0)).conversations == told
 
 
 def test_an_answer_of_weight_zero_is_context(tmp_path: Path, chat_folder: Path) -> None:
@@ -227,37 +207,6 @@ def test_kept_samples_are_those_of_the_tokenizer_and_template_that_are_loaded(
     assert files_after_reading() == 5 * one
 
 
-def test_a_prompt_to_evaluate_is_plain_text_as_in_training(tmp_path: Path, chat_folder: Path) -> None:
-    text = "a<|im_end|>b"
-    file = write_lines(tmp_path / "a.jsonl", [{"prompt": text, "completion": "c"}])
-    reader = SftReader(options(file), HuggingFaceTokenizer(str(chat_folder)), str(chat_folder))
-    data, _ = reader.read([file], "--sft-data")
-    prompt = reader.prompt(text, PAIR)
-    assert prompt == data.tokens[: len(prompt)].tolist()
-    assert len(data.tokens) == len(prompt) + 2
-
-
-def test_a_tokenizer_that_reads_no_special_tokens_works_with_the_built_in_template(tmp_path: Path) -> None:
-    tokenizer = SentencePieceTokenizer(sentencepiece_model(tmp_path))
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": CONVERSATION}])
-    reader = SftReader(options(file, seq_length=999, chat_template="chatml"), tokenizer, None)
-    sequences, _ = reader.read([file], "--sft-data")
-    assert (sequences.tokens == tokenizer.eod).sum() == len(CONVERSATION)
-    assert (sequences.tokens[sequences.counted] == tokenizer.eod).sum() == 2
-    assert sequences.tokens[-1] == tokenizer.eod
-
-
-def test_a_prompt_of_an_evaluation_is_read_as_the_prompt_of_a_pair_is(tmp_path: Path, chat_folder: Path) -> None:
-    text = "what is <|im_end|> for?"
-    file = write_lines(tmp_path / "data.jsonl", [{"prompt": text, "completion": "x"}])
-    reader = SftReader(options(file), HuggingFaceTokenizer(str(chat_folder)), str(chat_folder))
-    (line,) = read_lines(file, "--sft-data")
-    (sample,) = reader.encode(line)
-    context = [i for piece in sample if not piece.counted for i in piece.ids]
-    assert reader.prompt(text, PAIR) == context
-    assert reader.tokenizer.tokenize("<|im_end|>")[0] not in context
-
-
 def test_what_truncation_costs_is_counted(tmp_path: Path) -> None:
     # A row of 10 places holds 11 tokens. Completions have an EOS more.
     lengths = [(5, 5), (5, 6), (8, 7), (10, 3), (11, 3), (30, 2), (0, 9)]
@@ -295,18 +244,13 @@ def test_the_context_after_the_last_answer_that_fits_is_cut_too(tmp_path: Path, 
 def test_a_sample_whose_answers_exceed_a_row_is_an_error_unless_asked_otherwise(
     tmp_path: Path, policy: str, kept: int
 ) -> None:
-    file = counting(tmp_path / "a.jsonl", [(2, 8), (2, 9)])
-    with pytest.raises(UserError, match=r"a\.jsonl:2: the sample has 12 tokens, 10 of them in answers, .* allows 11"):
-        build_sft_datasets(options(file, seq_length=10), NULL, None, (1, 0, 0))
+    for prompt, answer in ((9, 3), (50, 3), (2, 9)):
+        file = counting(tmp_path / "a.jsonl", [(2, 8), (prompt, answer)])
+        says = rf"a\.jsonl:2: the sample has {prompt + answer + 1} tokens, {answer + 1} of them in .* allows 11"
+        with pytest.raises(UserError, match=says):
+            build_sft_datasets(options(file, seq_length=10), NULL, None, (1, 0, 0))
     data = build_sft_datasets(options(file, seq_length=10, long_answers=policy), NULL, None, (1, 0, 0))
     assert len(rows_of(data.train)) == kept
-
-
-@pytest.mark.parametrize("prompt", [9, 50])
-def test_a_prompt_that_leaves_no_room_for_the_whole_answer_is_an_error_too(tmp_path: Path, prompt: int) -> None:
-    file = counting(tmp_path / "a.jsonl", [(2, 3), (prompt, 3)])
-    with pytest.raises(UserError, match=rf"a\.jsonl:2: the sample has {prompt + 4} tokens, 4 of them in answers"):
-        build_sft_datasets(options(file, seq_length=10), NULL, None, (1, 0, 0))
 
 
 def with_keys(**keys: Any) -> list[dict[str, Any]]:
@@ -370,13 +314,6 @@ def test_tools_are_a_list_or_one_as_json_and_none_where_that_is_empty(tmp_path: 
     assert all(other == others[0] != with_tools for other in others)
 
 
-def test_a_conversation_that_the_template_can_not_begin_with_is_told(tmp_path: Path) -> None:
-    folder = chat_tokenizer(tmp_path / "reasoning", "{{ messages[0].content }}")
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": [MESSAGES[1], *MESSAGES]}])
-    with pytest.raises(UserError, match=r"a\.jsonl:1: it begins with an answer.*begin with a system or user"):
-        SftReader(options(), HuggingFaceTokenizer(str(folder)), str(folder)).read([file], "--sft-data")
-
-
 @pytest.mark.parametrize("value, message", BAD, ids=[str(n) for n in range(len(BAD))])
 def test_a_bad_line_is_told_by_file_and_line(
     tmp_path: Path, chat_folder: Path, value: dict[str, Any], message: str
@@ -387,24 +324,6 @@ def test_a_bad_line_is_told_by_file_and_line(
             options(file, seq_length=999), HuggingFaceTokenizer(str(chat_folder)), str(chat_folder), (1, 0, 0)
         )
     assert str(caught.value).count("a.jsonl") == 1
-
-
-def test_bad_json_and_what_the_template_or_tokenizer_refuses_name_the_line(tmp_path: Path, chat_folder: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt": "1", "completion": "2"}\n{"prompt": "1", "completion')
-    with pytest.raises(UserError, match=r"a\.jsonl:2: broken JSON"):
-        build_sft_datasets(options(str(tmp_path / "a.jsonl")), NULL, None, (1, 0, 0))
-    file = write_lines(tmp_path / "b.jsonl", [{"prompt": "1", "completion": "two"}])
-    with pytest.raises(UserError, match=r"b\.jsonl:1: NullTokenizer reads ids"):
-        build_sft_datasets(options(file), NULL, None, (1, 0, 0))
-    (tmp_path / "t.jinja").write_text("{{ raise_exception('no system role') }}")
-    file = write_lines(tmp_path / "c.jsonl", [{"messages": CONVERSATION}])
-    with pytest.raises(UserError, match=r"c\.jsonl:1: the chat template .*t\.jinja refuses it: no system role"):
-        build_sft_datasets(
-            options(file, chat_template=str(tmp_path / "t.jinja")),
-            HuggingFaceTokenizer(str(chat_folder)),
-            None,
-            (1, 0, 0),
-        )
 
 
 class NoEnd(NullTokenizer):
@@ -448,8 +367,6 @@ def test_the_first_lines_show_what_is_wrong_with_flags_and_files(tmp_path: Path)
     (tmp_path / "empty.jsonl").write_text("\n")
     (empty,) = problems(valid_data=[str(tmp_path / "empty.jsonl")])
     assert empty.endswith("empty.jsonl: it has no samples")
-    assert len(problems(valid_share=1.0)) == 1
-    assert len(problems(valid_share=0.5, valid_data=[good])) == 1
 
 
 def test_a_file_without_samples_is_told(tmp_path: Path) -> None:
@@ -502,18 +419,11 @@ def test_a_second_file_is_the_validation_set(tmp_path: Path) -> None:
     assert build_sft_datasets(options(train, valid_data=[valid]), NULL, None, (20, 0, 0)).valid is None
 
 
-def test_files_are_read_one_after_the_other_compressed_or_not(tmp_path: Path) -> None:
-    first = counting(tmp_path / "a.jsonl", [(1, 1)])
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"prompt": "1", "completion": "7"}).encode()))
-    data = build_sft_datasets(options(first, str(tmp_path / "b.jsonl.gz")), NULL, None, (1, 0, 0))
-    assert labels(rows_of(data.train)) == [[2, EOD], [7, EOD]]
-
-
 def served(dataset: SampleSource, count: int, *, dp_size: int = 1, start: int = 0, workers: int = 0) -> list[list[int]]:
     """Labels of each sample in the order of consumption, over all data-parallel ranks, each pass shuffled."""
     found: dict[int, list[int]] = {}
     for rank in range(dp_size):
-        with microbatch_iterator(
+        with MicrobatchIterator(
             dataset,
             start_sample=start,
             micro_batch_size=2,
@@ -557,8 +467,18 @@ def test_packing_serves_every_sample_once_in_fewer_rows(tmp_path: Path) -> None:
     assert f"300 samples packed into {len(packed)} rows, which are {filled:.1%}" in notes[-1]
 
 
-def test_memory_is_five_bytes_a_token(tmp_path: Path) -> None:
-    file = counting(tmp_path / "a.jsonl", [(20, 20)] * 50)
-    sequences = rows_of(build_sft_datasets(options(file), NULL, None, (1, 0, 0)).train).sequences
-    assert (sequences.tokens.dtype.name, sequences.counted.dtype.name) == ("int32", "bool")
-    assert sequences.tokens.nbytes + sequences.counted.nbytes == 5 * 41 * 50
+def test_what_the_template_or_tokenizer_refuses_names_the_line(tmp_path: Path, chat_folder: Path) -> None:
+    file = write_lines(tmp_path / "b.jsonl", [{"prompt": "1", "completion": "two"}])
+    with pytest.raises(UserError, match=r"b\.jsonl:1: NullTokenizer reads ids"):
+        build_sft_datasets(options(file), NULL, None, (1, 0, 0))
+    tokenizer = HuggingFaceTokenizer(str(chat_folder))
+    refusing, first = tmp_path / "t.jinja", tmp_path / "first.jinja"
+    refusing.write_text("{{ raise_exception('no system role') }}")
+    first.write_text("{{ messages[0].content }}")
+    for template, messages, says in (
+        (refusing, CONVERSATION, r"the chat template .*t\.jinja refuses it: no system role"),
+        (first, [MESSAGES[1], *MESSAGES], "it begins with an answer.*begin with a system or user"),
+    ):
+        file = write_lines(tmp_path / "c.jsonl", [{"messages": messages}])
+        with pytest.raises(UserError, match=r"c\.jsonl:1: " + says):
+            build_sft_datasets(options(file, chat_template=str(template)), tokenizer, None, (1, 0, 0))

@@ -92,13 +92,13 @@ def test_line_ends_marks_and_blank_lines_are_no_documents(tmp_path: Path) -> Non
         (b'{"body": "a", "id": 1}', "no key 'text'.*--json-keys.*'body', 'id'"),
         (b"{}", "no key 'text'.*none"),
         (b'{"text": null}', "'text' is null, not a string"),
-        (b'{"text": 5}', "'text' is a number, not a string"),
-        (b'{"text": true}', "'text' is a boolean, not a string"),
-        (b'{"text": ["a"]}', "'text' is a list, not a string"),
-        (b'{"text": {"a": 1}}', "'text' is an object, not a string"),
-        (b'["text"]', "JSON object with the key 'text' is needed, not a list"),
+        (b'{"text": 5}', "'text' is 5, not a string"),
+        (b'{"text": true}', "'text' is true, not a string"),
+        (b'{"text": ["a"]}', "'text' is ..a.., not a string"),
+        (b'{"text": {"a": 1}}', "'text' is {.a.: 1}, not a string"),
+        (b'["text"]', "JSON object with the key 'text' is needed, not ..text.."),
         (b"null", "JSON object .* not null"),
-        (b'"text"', "JSON object .* not a string"),
+        (b'"text"', 'JSON object .* not "text"'),
         (b'{"text": "\\ud83d alone"}', r"holds \\ud83d, half of a surrogate pair"),
         (b'{"text": "caf\xe9"}', "not UTF-8: byte 0xe9 at byte 14"),
     ],
@@ -111,11 +111,6 @@ def test_a_bad_line_is_a_problem_at_its_number(tmp_path: Path, line: bytes, mess
     assert bad.line == 3
     with pytest.raises(UserError, match=f"bad.jsonl:3: .*{message}"):
         list(read_documents([path], ["text"]))
-
-
-def test_several_keys_give_several_texts(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", b'{"title": "T", "body": "B", "x": 1}\n')
-    assert list(read_documents([path], ["body", "title"])) == [Document(1, ("B", "T"))]
 
 
 def test_plain_text_is_one_document_a_file_or_paragraphs_or_lines(tmp_path: Path) -> None:
@@ -168,11 +163,8 @@ def test_inputs_keep_their_order_and_patterns_are_sorted(tmp_path: Path) -> None
     relative = [str(Path(p).relative_to(tmp_path)) for p in expand_inputs([f"{tmp_path}/c.txt", f"{tmp_path}/*.jsonl"])]
     assert relative == ["c.txt", "a.jsonl", "b.jsonl"]
     assert len(expand_inputs([f"{tmp_path}/**/*.jsonl"])) == 3
-
-
-def test_a_file_with_pattern_characters_in_its_name_is_found(tmp_path: Path) -> None:
-    path = write(tmp_path / "part[1].jsonl", JSONL)
-    assert expand_inputs([path]) == [path]
+    with_pattern_characters = write(tmp_path / "part[1].jsonl", JSONL)
+    assert expand_inputs([with_pattern_characters]) == [with_pattern_characters]
 
 
 def test_inputs_that_mean_nothing_are_refused(tmp_path: Path) -> None:

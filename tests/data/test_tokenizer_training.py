@@ -79,10 +79,8 @@ def test_a_corpus_without_text_is_refused(tmp_path: Path, texts: list[str]) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "word"}, "--model-type word"),
         ({"character_coverage": 0.5}, "--character-coverage 0.5"),
         ({"character_coverage": 2.0}, "--character-coverage 2.0"),
-        ({"max_bytes": 0}, "--max-bytes 0"),
         ({"vocab_size": 0}, "--vocab-size 0"),
         ({"json_keys": ["text", "text"]}, "--json-keys"),
     ],

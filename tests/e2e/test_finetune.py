@@ -19,7 +19,6 @@ from megalite.checkpoint.storage import find_checkpoint
 from megalite.config.fields import section_names
 from megalite.data.packing import TokenSequences
 from megalite.data.sft import SftOptions, SftReader
-from megalite.data.stdlib_corpus import stdlib_folder
 from megalite.data.tokenizers import HuggingFaceTokenizer
 from megalite.distributed.launch import Environment
 from megalite.peft.merge import merge_adapter
@@ -40,6 +39,7 @@ from tests.e2e.runs import (
     written,
 )
 from tests.models import hf_models
+from tools.lib.stdlib_corpus import stdlib_folder
 
 ROWS = 431  # of the model's vocabulary: a prime, and more than the tokenizer has ids
 COMMON = (

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalite.checkpoint.checkpoint import save_checkpoint
 from megalite.checkpoint.storage import Retention
 from megalite.config.schema import PrecisionConfig, RunConfig, TokenizerConfig
 from megalite.data.tokenizers import Tokenizer
 from megalite.distributed.mesh import single_process_mesh
+from megalite.inference.generate import stream
 from megalite.inference.load import LoadedModel
+from megalite.inference.options import GenerationOptions
 from megalite.inference.vocabulary import unknown_ids
 from megalite.models.gpt import GPTStage
 from megalite.nn.module import named_specs
@@ -67,3 +71,21 @@ def loaded_of(model: GPTStage, tokenizer: Tokenizer) -> LoadedModel:
     unknown = torch.tensor(unknown_ids(tokenizer, model.vocab_size), dtype=torch.int64)
     config, mesh = RunConfig(model=model.config), single_process_mesh()
     return LoadedModel(model, tokenizer, config, mesh, [], ends, unknown, "tiny")
+
+
+def generate(
+    model: GPTStage,
+    prompts: Sequence[Sequence[int]],
+    options: GenerationOptions,
+    *,
+    stop: Collection[int] = (),
+    unknown: Tensor | None = None,
+    indices: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """The new ids of each prompt, fewer than `max_new_tokens` where the model chose one of `stop`. See `stream`."""
+    results: list[list[int]] = [[] for _ in prompts]
+    for step in stream(model, prompts, options, stop=stop, unknown=unknown, indices=indices):
+        for result, token in zip(results, step, strict=True):
+            if token is not None:
+                result.append(token)
+    return results

@@ -9,10 +9,9 @@ import pytest
 
 from megalite.config.errors import FlagError
 from megalite.inference.chat import Dialogue, converse, open_dialogue
-from megalite.inference.generate import generate
 from megalite.inference.load import LoadedModel, load_huggingface_for_generation
 from megalite.inference.options import GenerationOptions
-from tests.inference.checkpoints import save_hf
+from tests.inference.checkpoints import generate, save_hf
 
 OPTIONS = GenerationOptions(max_new_tokens=12, temperature=3.0, seed=4)
 

@@ -13,11 +13,12 @@ from megalite.config.errors import UserError
 from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.inference import generate as room
-from megalite.inference.generate import PaddedBatch, generate, stream, visible_keys
+from megalite.inference.generate import GenerationCache, PaddedBatch, stream, visible_keys
 from megalite.inference.options import GenerationOptions
 from megalite.models.gpt import GPTStage, plain_info
 from megalite.peft.apply import apply_peft
 from tests.helpers import BF16, FP32, FP64, LLAMA, VOCABULARY, tiny_model
+from tests.inference.checkpoints import generate
 from tests.models import hf_models
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [101, 102, 103, 104, 105]]
@@ -140,12 +141,6 @@ def test_the_same_seed_gives_the_same_and_another_seed_another() -> None:
     assert len({tuple(tokens) for tokens in generate(model, [[5]] * 8, SAMPLED)}) == 8
 
 
-def test_top_1_is_greedy() -> None:
-    model = build(**LLAMA)
-    options = GenerationOptions(max_new_tokens=NEW, temperature=3.0, top_k=1)
-    assert generate(model, PROMPTS, options) == generate(model, PROMPTS, GREEDY)
-
-
 def test_a_prompt_ends_before_the_end_of_document_and_the_others_go_on() -> None:
     model = build()
     free = generate(model, PROMPTS, GREEDY)
@@ -153,14 +148,9 @@ def test_a_prompt_ends_before_the_end_of_document_and_the_others_go_on() -> None
     expected = [tokens[: tokens.index(eod)] if eod in tokens else tokens for tokens in free]
     assert len(set(map(len, expected))) > 1
     assert generate(model, PROMPTS, GREEDY, stop=[eod]) == expected
-
-
-def test_the_loop_ends_when_all_prompts_have_ended() -> None:
-    model = build()
-    free = generate(model, [PROMPTS[0]], GREEDY)[0]
-    steps = list(stream(model, [PROMPTS[0]], GREEDY, stop=[free[3]]))
-    assert [ids for (ids,) in steps] == free[: free.index(free[3])]
-    assert generate(model, [PROMPTS[0]], GREEDY, stop=[free[0]]) == [[]]
+    steps = list(stream(model, [PROMPTS[2]], GREEDY, stop=[eod]))
+    assert [ids for (ids,) in steps] == expected[2]  # and no further step
+    assert generate(model, PROMPTS[:1], GREEDY, stop=free[0][:1]) == [[]]
 
 
 def test_learned_positions_can_be_filled_but_not_passed() -> None:
@@ -169,14 +159,11 @@ def test_learned_positions_can_be_filled_but_not_passed() -> None:
     assert len(generate(model, [prompt], GenerationOptions(max_new_tokens=4))[0]) == 4
     with pytest.raises(UserError, match=r"prompt 2 has 12 tokens.*16 learned positions.*--max-new-tokens 4 or less"):
         stream(model, [[1], prompt], GenerationOptions(max_new_tokens=5))
-    with pytest.raises(UserError, match=r"shorten it to 15 tokens"):
+    with pytest.raises(UserError, match=r"16 learned positions: shorten it"):
         stream(model, [prompt * 2], GenerationOptions(max_new_tokens=1))
-
-
-def test_rotary_positions_have_no_end() -> None:
-    model = build(**LLAMA, max_position_embeddings=8)
-    expected = by_recomputing(model, PROMPTS[2], lambda logits, _: logits.argmax(-1))
-    assert generate(model, [PROMPTS[2]], GREEDY) == [expected]
+    rotary = build(**LLAMA, max_position_embeddings=8)  # have no end
+    expected = by_recomputing(rotary, PROMPTS[2], lambda logits, _: logits.argmax(-1))
+    assert generate(rotary, [PROMPTS[2]], GREEDY) == [expected]
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda precision: precision.name)
@@ -247,11 +234,26 @@ def test_scaling_by_length_refuses_texts_whose_cached_keys_would_have_to_turn() 
     four, five, one = (GenerationOptions(max_new_tokens=count) for count in (4, 5, 1))
     for model in (longrope, dynamic):
         assert len(generate(model, [short], four)[0]) == 4  # 8 tokens pass through the model
-        with pytest.raises(UserError, match=r"prompt 1 has 5 tokens.*grows so long.*use --max-new-tokens 4 or less"):
+        with pytest.raises(UserError, match=r"prompt 1 has 5 tokens.*so long a text.*use --max-new-tokens 4 or less"):
             generate(model, [short], five)
         assert generate(model, [long], one) == [[int(plain_logits(model, long).argmax())]]
     assert len(generate(longrope, [long], five)[0]) == 5
-    with pytest.raises(
-        UserError, match=r"dynamic positions would have.*--max-new-tokens 1 or less, or a shorter prompt"
-    ):
+    with pytest.raises(UserError, match=r"dynamic positions would have.*--max-new-tokens 1 or less, or shorten it"):
         generate(dynamic, [long], five)
+
+
+def test_the_cache_gives_back_all_that_was_appended_to_a_layer_and_takes_its_memory_once() -> None:
+    cache = GenerationCache(tiny_model(single_process_mesh(), BF16, **LLAMA), tokens=7, batch=3)
+    appended: dict[int, list[Tensor]] = {0: [], 1: []}
+    places = set()
+    for count in (4, 1, 2):
+        for layer in (0, 1):
+            part = torch.randn(count, 3, 2, 8, dtype=torch.bfloat16)
+            appended[layer].append(part)
+            keys, values = cache.update(layer, part, -part)
+            whole = torch.cat(appended[layer])
+            assert torch.equal(keys, whole) and torch.equal(values, -whole)
+            places |= {x.untyped_storage().data_ptr() for x in (keys, values)}
+    assert len(places) == 4
+    with pytest.raises(AssertionError, match="cache"):
+        cache.update(0, part, part)

@@ -12,7 +12,6 @@ import torch
 from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import PrecisionConfig, TokenizerConfig
-from megalite.inference.generate import generate
 from megalite.inference.load import load_for_generation, load_huggingface_for_generation
 from megalite.inference.options import GenerationOptions
 from megalite.models.whole import build_whole
@@ -20,7 +19,7 @@ from megalite.nn.module import named_specs
 from tests.checkpoint.huggingface import folders
 from tests.data.corpora import sentencepiece_model
 from tests.helpers import LLAMA
-from tests.inference.checkpoints import HF_ROWS, save_hf, save_tiny
+from tests.inference.checkpoints import HF_ROWS, generate, save_hf, save_tiny
 
 ONE_THREAD = {"layout.threads_per_rank": 1}
 
@@ -57,14 +56,25 @@ def test_the_newest_checkpoint_or_the_one_asked_for_is_loaded(tmp_path: Path) ->
     for step, iteration in ((None, 10), (5, 5), (10, 10)):
         loaded = load_for_generation(str(tmp_path), step=step, given=given)
         assert torch.equal(loaded.model.output_weight, models[iteration].output_weight)
-
-
-def test_a_damaged_newest_checkpoint_is_passed_over_and_told(tmp_path: Path) -> None:
-    models = {iteration: save_tiny(tmp_path, iteration=iteration) for iteration in (5, 10)}
-    (tmp_path / "iter_0000010" / ".metadata").unlink()
-    loaded = load_for_generation(str(tmp_path), given={"layout.threads_per_rank": 1})
+    with pytest.raises(UserError, match=r"--ckpt-step 11.*10"):
+        load_for_generation(str(tmp_path), step=11)
+    (tmp_path / "iter_0000010" / ".metadata").unlink()  # damaged: passed over
+    loaded = load_for_generation(str(tmp_path), given=given)
     assert torch.equal(loaded.model.output_weight, models[5].output_weight)
     assert "iter_0000005" in loaded.notes[0]
+
+
+def test_what_can_not_be_loaded_is_named(tmp_path: Path) -> None:
+    for folder, says in (("nowhere", r"--load .*nowhere"), ("", "no checkpoint")):
+        with pytest.raises(UserError, match=says):
+            load_for_generation(str(tmp_path / folder))
+    save_tiny(tmp_path)
+    with pytest.raises(FlagError, match="--bf16 and --fp64 exclude each other"):
+        load_for_generation(str(tmp_path), given={"precision.bf16": True, "precision.fp64": True})
+    for data in (tmp_path / "iter_0000010").glob("*.distcp"):
+        data.write_bytes(data.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"distcp is truncated"):
+        load_for_generation(str(tmp_path))
 
 
 def test_dropout_and_the_kernel_of_training_play_no_part(tmp_path: Path) -> None:
@@ -96,33 +106,6 @@ def test_a_tokenizer_of_another_size_is_refused_with_both_sizes(tmp_path: Path) 
         load_for_generation(str(tmp_path / "run"), given=other)
     with pytest.raises(UserError, match=r"NullTokenizer has 51 ids.*trained with 131"):
         load_for_generation(str(tmp_path / "run"), given={"tokenizer.vocab_size": 50})
-
-
-def test_two_number_formats_exclude_each_other(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    with pytest.raises(FlagError, match="--bf16 and --fp64 exclude each other"):
-        load_for_generation(str(tmp_path), given={"precision.bf16": True, "precision.fp64": True})
-
-
-def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--load .*nowhere"):
-        load_for_generation(str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match="no checkpoint"):
-        load_for_generation(str(tmp_path))
-
-
-def test_an_iteration_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    with pytest.raises(UserError, match=r"--ckpt-step 11.*10"):
-        load_for_generation(str(tmp_path), step=11)
-
-
-def test_a_truncated_checkpoint_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    for data in (tmp_path / "iter_0000010").glob("*.distcp"):
-        data.write_bytes(data.read_bytes()[:1000])
-    with pytest.raises(UserError, match=r"distcp is truncated"):
-        load_for_generation(str(tmp_path))
 
 
 def test_a_hugging_face_folder_continues_greedily_as_transformers(tmp_path: Path) -> None:

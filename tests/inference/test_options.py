@@ -34,11 +34,6 @@ def test_a_number_out_of_range_is_refused_by_its_flag(field: str, value: Any) ->
         GenerationOptions(**{field: value})
 
 
-def test_all_numbers_out_of_range_are_named_at_once() -> None:
-    with pytest.raises(FlagError, match=r"(?s)--temperature.*--top-p"):
-        GenerationOptions(temperature=-1.0, top_p=2.0)
-
-
 def test_what_has_no_effect_is_said() -> None:
     assert GenerationOptions(top_k=5, top_p=0.9).notes() == [
         "--top-k and --top-p: no effect with --temperature 0, which always takes the most likely token"

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from megalite.inference.options import GenerationOptions
-from megalite.inference.sampling import Sampler, draw, probabilities
+from megalite.inference.sampling import TokenSampler, draw_tokens, probabilities
 
 LOGITS = torch.tensor([[1.0, -2.0, 0.5, 3.0, 2.5, -1.0, 0.0, 2.9]])
 
 
 def frequencies(logits: Tensor, options: GenerationOptions, draws: int) -> Tensor:
     """Share of each token among the draws of as many prompts with equal logits [1, vocabulary]."""
-    chosen = Sampler(options, range(draws), torch.device("cpu")).choose(logits.expand(draws, -1), 0)
+    chosen = TokenSampler(options, range(draws), torch.device("cpu")).choose(logits.expand(draws, -1), 0)
     return torch.bincount(chosen, minlength=logits.shape[1]) / draws
 
 
@@ -40,7 +40,10 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float) -> None:
     torch.testing.assert_close(kept[tokens], full[tokens] / full[tokens].sum(), rtol=1e-12, atol=0)
 
 
-def test_top_p_includes_the_token_that_reaches_p_and_not_the_next() -> None:
+def test_top_p_includes_the_token_that_reaches_p_of_what_top_k_left_and_not_the_next() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
+    both = probabilities(logits, GenerationOptions(temperature=1.0, top_k=2, top_p=0.57))[0]  # 0.4 / 0.7 is more
+    assert both.tolist() == [1.0, 0.0, 0.0, 0.0]
     level = torch.zeros(1, 4)  # a quarter each, without rounding
     for top_p, kept in ((0.2, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4), (1.0, 4)):
         assert probabilities(level, GenerationOptions(temperature=1.0, top_p=top_p)).count_nonzero() == kept
@@ -55,12 +58,6 @@ def test_top_k_keeps_the_k_likeliest(top_k: int) -> None:
     torch.testing.assert_close(kept, expected, rtol=1e-12, atol=1e-300)
 
 
-def test_top_p_counts_the_mass_that_top_k_left() -> None:
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
-    both = probabilities(logits, GenerationOptions(temperature=1.0, top_k=2, top_p=0.57))[0]  # 0.4 / 0.7 is more
-    assert both.tolist() == [1.0, 0.0, 0.0, 0.0]
-
-
 def test_equal_logits_are_cut_by_id() -> None:
     level = torch.zeros(1, 6, dtype=torch.bfloat16)
     assert probabilities(level, GenerationOptions(temperature=1.0, top_k=2))[0].tolist() == [0.5, 0.5, 0, 0, 0, 0]
@@ -70,17 +67,13 @@ def test_equal_logits_are_cut_by_id() -> None:
 def test_top_1_is_greedy(dtype: torch.dtype) -> None:
     logits = torch.randn(50, 300).to(dtype)  # in bf16 the largest often comes twice
     device = torch.device("cpu")
-    greedy = Sampler(GenerationOptions(), range(50), device).choose(logits, 0)
+    greedy = TokenSampler(GenerationOptions(), range(50), device).choose(logits, 0)
     for temperature in (1e-3, 1.0, 1e9):
         options = GenerationOptions(temperature=temperature, top_k=1)
-        assert torch.equal(Sampler(options, range(50), device).choose(logits, 3), greedy)
+        assert torch.equal(TokenSampler(options, range(50), device).choose(logits, 3), greedy)
     tiny = GenerationOptions(temperature=1.0, top_p=1e-9)
-    assert torch.equal(Sampler(tiny, range(50), device).choose(logits, 3), greedy)
-
-
-def test_a_temperature_near_0_is_greedy_and_finite() -> None:
-    kept = probabilities(LOGITS, GenerationOptions(temperature=1e-300))[0]
-    assert kept.tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert torch.equal(TokenSampler(tiny, range(50), device).choose(logits, 3), greedy)
+    assert probabilities(LOGITS, GenerationOptions(temperature=1e-300))[0].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -104,12 +97,12 @@ def test_draws_of_steps_prompts_and_seeds_are_independent() -> None:
     level = torch.zeros(2000, 10)
     device = torch.device("cpu")
     options = GenerationOptions(temperature=1.0)
-    sampler = Sampler(options, range(2000), device)
+    sampler = TokenSampler(options, range(2000), device)
     draws = [
         sampler.choose(level, 0),
         sampler.choose(level, 1),
-        Sampler(GenerationOptions(temperature=1.0, seed=5), range(2000), device).choose(level, 0),
-        Sampler(options, range(1, 2001), device).choose(level, 0),
+        TokenSampler(GenerationOptions(temperature=1.0, seed=5), range(2000), device).choose(level, 0),
+        TokenSampler(options, range(1, 2001), device).choose(level, 0),
     ]
     for a, b in itertools.combinations(draws, 2):
         assert 120 < (a == b).sum() < 280  # a tenth agree by chance
@@ -118,9 +111,9 @@ def test_draws_of_steps_prompts_and_seeds_are_independent() -> None:
 def test_a_draw_inverts_the_cumulative_sum() -> None:
     probability = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]], dtype=torch.float64)
     for uniform, token in ((0.0, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (1 - 2**-53, 4)):
-        assert draw(probability, torch.tensor([uniform], dtype=torch.float64)).item() == token
+        assert draw_tokens(probability, torch.tensor([uniform], dtype=torch.float64)).item() == token
 
 
 def test_the_last_draw_never_falls_off_the_end() -> None:
     probability = torch.full((1, 49), 1 / 49, dtype=torch.float64)  # whose sum rounds to less than 1
-    assert draw(probability, torch.tensor([1 - 2**-53], dtype=torch.float64)).item() == 48
+    assert draw_tokens(probability, torch.tensor([1 - 2**-53], dtype=torch.float64)).item() == 48

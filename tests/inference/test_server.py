@@ -23,14 +23,13 @@ from torch import Tensor
 from megalite.config.errors import UserError
 from megalite.inference import server as server_module
 from megalite.inference import service as service_module
-from megalite.inference.cache import KeyValueCache
 from megalite.inference.chat import open_dialogue
-from megalite.inference.generate import PaddedBatch, generate
+from megalite.inference.generate import GenerationCache, PaddedBatch
 from megalite.inference.load import LoadedModel, load_huggingface_for_generation
 from megalite.inference.options import GenerationOptions
 from megalite.inference.server import MAX_CONNECTIONS, Server, listen
 from megalite.inference.service import MAX_READING, MAX_RUNNING, Service
-from tests.inference.checkpoints import save_hf
+from tests.inference.checkpoints import generate, save_hf
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -191,78 +190,63 @@ def test_messages_in_parts_are_joined(client: Client) -> None:
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "message"),
-    [
-        (COMPLETIONS, b"{", 400, "Invalid JSON"),
-        (COMPLETIONS, b"\xff\xfe", 400, "Invalid JSON"),
-        (COMPLETIONS, b"[" * 100_000, 400, "Invalid JSON"),
-        (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', 400, "temperature: Input should be a finite number"),
-        (COMPLETIONS, b"[]", 400, "should be an object"),
-        (COMPLETIONS, {}, 400, "prompt: Field required"),
-        (COMPLETIONS, {"prompt": []}, 400, "none of them empty"),
-        (COMPLETIONS, {"prompt": [1, "a"]}, 400, "prompt: must be a string"),
-        (COMPLETIONS, {"prompt": [448]}, 400, "outside the vocabulary"),
-        (COMPLETIONS, {"prompt": [1, 430]}, 400, "prompt holds the id 430, which the tokenizer does not have"),
-        (COMPLETIONS, {"prompt": [[1], [404]]}, 400, "prompt holds the id 404"),
-        (COMPLETIONS, {"prompt": [True]}, 400, "prompt: must be a string"),
-        (COMPLETIONS, {"prompt": ["a"] * 17}, 400, "a list of 1 to 16 of either"),
-        (COMPLETIONS, {"prompt": "\ud800"}, 400, "Invalid JSON"),
-        (COMPLETIONS, b'{"prompt": "a\xed\xa0\x80"}', 400, "Invalid JSON"),
-        (COMPLETIONS, {"prompt": ["a", "\udc00\ud800"]}, 400, "Invalid JSON"),
-        (COMPLETIONS, {"prompt": "a", "stop": "\ud800"}, 400, "Invalid JSON"),
-        (COMPLETIONS, {"prompt": "a", "\ud800": 1}, 400, "Invalid JSON"),
-        (CHAT, {"messages": [{"role": "\ud800", "content": "x"}]}, 400, "Invalid JSON"),
-        (CHAT, {"messages": [{"role": "user", "content": "\udfff"}]}, 400, "Invalid JSON"),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
-            400,
-            "Invalid JSON",
-        ),
-        (CHAT, {"messages": [{"role": "user", "content": "x", "name": "\ud800"}]}, 400, "Invalid JSON"),
-        (COMPLETIONS, b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", 400, ""),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens: Input should be a valid integer"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": True}, 400, "max_tokens: Input should be a valid integer"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": 10**30}, 400, "context is 256"),
-        (COMPLETIONS, {"prompt": "a b c d " * 100}, 400, "context is 256"),
-        (
-            COMPLETIONS,
-            {"prompt": "a", "temperature": -1},
-            400,
-            "temperature: Input should be greater than or equal to 0",
-        ),
-        (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "top_p: Input should be greater than 0"),
-        (COMPLETIONS, {"prompt": "a", "seed": 2**70}, 400, "seed: Input should be less than"),
-        (COMPLETIONS, {"prompt": "a", "stop": ""}, 400, "stop: must be a string or a list"),
-        (COMPLETIONS, {"prompt": "a", "stop": {"a": 1}}, 400, "stop: must be a string or a list"),
-        (COMPLETIONS, {"prompt": "a", "stop": [1]}, 400, "stop: must be a string or a list"),
-        (COMPLETIONS, {"prompt": "a", "n": 2}, 400, "n is not supported"),
-        (COMPLETIONS, {"prompt": "a", "logprobs": 5}, 400, "logprobs is not supported"),
-        (COMPLETIONS, {"prompt": "a", "temprature": 1}, 400, "unknown field 'temprature'"),
-        (COMPLETIONS, {"prompt": "a", "stream": "yes"}, 400, "stream: Input should be a valid boolean"),
-        (COMPLETIONS, {"prompt": "a", "model": "other"}, 404, "no model 'other'"),
-        (CHAT, {}, 400, "messages: Field required"),
-        (CHAT, {"messages": []}, 400, "messages: List should have at least 1 item"),
-        (CHAT, {"messages": ["a"]}, 400, "messages.0: Input should be an object"),
-        (CHAT, {"messages": [{"role": "user"}]}, 400, "messages.0.content: Field required"),
-        (
-            CHAT,
-            {"messages": [{"role": 1, "content": "a"}]},
-            400,
-            "role: Input should be 'system', 'developer', 'user' or 'assistant'",
-        ),
-        (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}, 400, "role: Input should be"),
-        (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, 400, "role: Input should be"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts, all of type text"),
-        (CHAT, {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, 400, "tool_calls"),
-        (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools is not supported"),
-        ("/v1/embeddings", {}, 404, "there is no /v1/embeddings"),
-        ("/health", {}, 405, "takes GET"),
-        ("/", {}, 405, "takes GET"),
-    ],
-)
+# What is wrong with the body of a completion, and of a chat.
+BAD_COMPLETIONS: list[tuple[bytes | dict[str, Any], str]] = [
+    (b"{", "Invalid JSON"),
+    (b"\xff\xfe", "Invalid JSON"),
+    (b"[" * 100_000, "Invalid JSON"),
+    (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", ""),
+    (b'{"prompt": "a", "temperature": NaN}', "temperature: Input should be a finite number"),
+    (b"[]", "should be an object"),
+    ({}, "prompt: Field required"),
+    ({"prompt": []}, "none of them empty"),
+    ({"prompt": [1, "a"]}, "prompt: must be a string"),
+    ({"prompt": [448]}, "outside the vocabulary"),
+    ({"prompt": [1, 430]}, "prompt holds the id 430, which the tokenizer does not have"),
+    ({"prompt": [[1], [404]]}, "prompt holds the id 404"),
+    ({"prompt": [True]}, "prompt: must be a string"),
+    ({"prompt": ["a"] * 17}, "a list of 1 to 16 of either"),
+    ({"prompt": "\ud800"}, "Invalid JSON"),
+    (b'{"prompt": "a\xed\xa0\x80"}', "Invalid JSON"),
+    ({"prompt": "a", "\ud800": 1}, "Invalid JSON"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+    ({"prompt": "a", "max_tokens": "9"}, "max_tokens: Input should be a valid integer"),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens: Input should be a valid integer"),
+    ({"prompt": "a", "max_tokens": 10**30}, "context is 256"),
+    ({"prompt": "a b c d " * 100}, "context is 256"),
+    ({"prompt": "a", "temperature": -1}, "temperature: Input should be greater than or equal to 0"),
+    ({"prompt": "a", "top_p": 0}, "top_p: Input should be greater than 0"),
+    ({"prompt": "a", "seed": 2**70}, "seed: Input should be less than"),
+    ({"prompt": "a", "stop": ""}, "stop: must be a string or a list"),
+    ({"prompt": "a", "stop": [1]}, "stop: must be a string or a list"),
+    ({"prompt": "a", "n": 2}, "n is not supported"),
+    ({"prompt": "a", "logprobs": 5}, "logprobs is not supported"),
+    ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'"),
+    ({"prompt": "a", "stream": "yes"}, "stream: Input should be a valid boolean"),
+]
+BAD_MESSAGES: list[tuple[Any, str]] = [
+    ([], "messages: List should have at least 1 item"),
+    (["a"], "messages.0: Input should be an object"),
+    ([{"role": "user"}], "messages.0.content: Field required"),
+    ([{"role": 1, "content": "a"}], "role: Input should be 'system', 'developer', 'user' or 'assistant'"),
+    ([{"role": "tool", "content": "a", "tool_call_id": "b"}], "role: Input should be"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "parts, all of type text"),
+    ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "tool_calls"),
+    ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "Invalid JSON"),
+]
+BAD = [
+    *((COMPLETIONS, body, 400, message) for body, message in BAD_COMPLETIONS),
+    *((CHAT, {"messages": messages}, 400, message) for messages, message in BAD_MESSAGES),
+    (CHAT, {}, 400, "messages: Field required"),
+    (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools is not supported"),
+    (COMPLETIONS, {"prompt": "a", "model": "other"}, 404, "no model 'other'"),
+    ("/v1/embeddings", {}, 404, "there is no /v1/embeddings"),
+    ("/health", {}, 405, "takes GET"),
+    ("/", {}, 405, "takes GET"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "message"), BAD)
 def test_a_bad_request_is_told_in_openai_s_form(
     client: Client, path: str, body: bytes | dict[str, Any], status: int, message: str
 ) -> None:
@@ -436,10 +420,10 @@ def test_too_many_requests_are_told_and_none_waits_for_ever(client: Client, monk
 def test_keys_and_values_of_all_requests_stay_within_the_memory(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live: weakref.WeakSet[KeyValueCache] = weakref.WeakSet()
-    make, most = KeyValueCache.__init__, [0]
+    live: weakref.WeakSet[GenerationCache] = weakref.WeakSet()
+    make, most = GenerationCache.__init__, [0]
 
-    def counted(cache: KeyValueCache, *arguments: Any, **how: Any) -> None:
+    def counted(cache: GenerationCache, *arguments: Any, **how: Any) -> None:
         make(cache, *arguments, **how)
         live.add(cache)
         most.append(sum(one.nbytes for one in live))
@@ -450,7 +434,7 @@ def test_keys_and_values_of_all_requests_stay_within_the_memory(
     memory = 100 * 2 * config.num_layers * groups * width * 4  # of keys and values in fp32
     with serving(loaded, memory=memory) as client:
         assert client.service.room == 100
-        monkeypatch.setattr(KeyValueCache, "__init__", counted)
+        monkeypatch.setattr(GenerationCache, "__init__", counted)
         for asked in (99, 200, 240):
             with pytest.raises(openai.BadRequestError, match=r"--serve-memory.*max_tokens may be at most 97") as caught:
                 client.complete("abc", asked)

@@ -10,13 +10,12 @@ import pytest
 from megalite.config.errors import UserError
 from megalite.data.tokenizers import NullTokenizer, SentencePieceTokenizer, Tokenizer
 from megalite.distributed.mesh import single_process_mesh
-from megalite.inference.generate import generate
 from megalite.inference.load import LoadedModel
 from megalite.inference.options import GenerationOptions
 from megalite.inference.text import StopStrings, Writing, encode_prompts
 from tests.data.corpora import sentencepiece_model
 from tests.helpers import FP32, LLAMA, tiny_model
-from tests.inference.checkpoints import loaded_of
+from tests.inference.checkpoints import generate, loaded_of
 
 SAMPLED = GenerationOptions(max_new_tokens=30, temperature=2.0)
 
@@ -91,17 +90,11 @@ def test_an_empty_prompt_starts_a_document_and_others_are_joined_to_what_follows
         assert writing.results[0].text == blank + " ".join(map(str, writing.results[0].tokens))
 
 
-def test_an_empty_prompt_starts_from_the_begin_id_where_there_is_no_end() -> None:
+def test_an_empty_prompt_needs_an_id_to_start_from_and_every_prompt_is_text() -> None:
     tokenizer = Words()
+    with pytest.raises(UserError, match="prompt 2 is empty"):
+        encode_prompts(tokenizer, ["a", ""])
     tokenizer.bos = 2
     assert encode_prompts(tokenizer, [""]) == [[2]]
-
-
-def test_an_empty_prompt_is_refused_where_there_is_nothing_to_start_from() -> None:
-    with pytest.raises(UserError, match="prompt 2 is empty"):
-        encode_prompts(Words(), ["a", ""])
-
-
-def test_a_prompt_that_is_no_text_is_refused() -> None:
     with pytest.raises(UserError, match="prompt 1 is not valid UTF-8"):
-        encode_prompts(Words(), ["\udc80"])
+        encode_prompts(tokenizer, ["\udc80"])

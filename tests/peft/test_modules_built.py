@@ -15,8 +15,7 @@ from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.param_spec import check_tiling
 from megalite.distributed.pieces import whole
-from megalite.inference.cache import KeyValueCache
-from megalite.inference.generate import virtual_tokens, visible_keys
+from megalite.inference.generate import GenerationCache, virtual_tokens, visible_keys
 from megalite.models.gpt import plain_info
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.nn.linear import linear
@@ -174,7 +173,7 @@ def test_tokens_that_come_in_parts_with_a_cache_give_the_same(kind: str) -> None
     apply_peft([model], KINDS[kind], mesh=mesh, precision=FP64, seed=1)
     pads = torch.tensor([0, 4])
     virtual = model.sequence_length(0)
-    cache = KeyValueCache(model, tokens=9 + virtual_tokens(model), batch=2)
+    cache = GenerationCache(model, tokens=9 + virtual_tokens(model), batch=2)
     parts = []
     with torch.no_grad():
         for first, last in ((0, 6), (6, 8), (8, 9)):

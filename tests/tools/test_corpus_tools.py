@@ -74,6 +74,7 @@ def test_bad_flags_exit_2_with_one_line(tmp_path: Path) -> None:
     assert "--output-prefix" in fails(2, "preprocess_data", "--input", source, *NULL)
     assert "did you mean --append-eod?" in fails(2, "preprocess_data", *needed, *NULL, "--append-eos")
     assert "--tokenizer-type" in fails(2, "preprocess_data", *needed)
+    assert "--workers: 0 must be at least 1" in fails(2, "preprocess_data", *needed, *NULL, "--workers", 0)
     assert "--vocab-size" in fails(2, "preprocess_data", *needed, *NULL[:2])
     assert "--vocab-size" in fails(2, "train_tokenizer", *needed, "--vocab-size", "many")
     assert "--output" in fails(2, "build_corpus")

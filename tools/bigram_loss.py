@@ -1,4 +1,4 @@
-"""The loss of an add-one-smoothed bigram model: what a trained network has to beat.
+"""Print the loss of an add-one-smoothed bigram model: what a trained network has to beat.
 
 P(next | previous) = (count(previous, next) + 1) / (count(previous) + vocabulary), counted on the training tokens
 (Laplace smoothing; Jurafsky and Martin, Speech and Language Processing, ch. 3). The key idea: only pairs that occur in
@@ -7,16 +7,22 @@ the held-out tokens need counts, so memory doesn't grow with the square of the v
 
 from __future__ import annotations
 
-import argparse
+import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
+
+if importlib.util.find_spec("megalite") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
+from megalite.config.cli import run_tool
 from megalite.config.errors import UserError
-from megalite.data.indexed_dataset import IndexedDataset
+from megalite.config.flags import FlagParser, parse_namespace
+from megalite.data.indexed_dataset import IndexedDataset, bin_path
 
-BLOCK = 1 << 22  # training tokens in memory at once
+BLOCK = 1 << 22  # tokens in memory at once
 
 
 def bigram_loss(train_prefix: str, valid_prefix: str, vocab_size: int) -> float:
@@ -43,42 +49,27 @@ def bigram_loss(train_prefix: str, valid_prefix: str, vocab_size: int) -> float:
 
 def _pairs(prefix: str, vocab_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(token, next token) over the whole file, as int64 arrays, block by block."""
-    last = np.empty(0, dtype=np.int64)
-    for block in _blocks(IndexedDataset(prefix)):
+    dataset = IndexedDataset(prefix)
+    for start in range(0, dataset.num_tokens - 1, BLOCK):
+        block = np.fromfile(bin_path(prefix), dataset.dtype, BLOCK + 1, offset=start * dataset.dtype.itemsize)
         if int(block.min()) < 0 or int(block.max()) >= vocab_size:
             raise UserError(f"{prefix} holds id {int(block.max())}, outside --vocab-size {vocab_size}")
-        tokens = np.concatenate([last, block])
-        if len(tokens) > 1:
-            yield tokens[:-1], tokens[1:]
-        last = tokens[-1:]
+        yield block[:-1].astype(np.int64), block[1:].astype(np.int64)
 
 
-def _blocks(dataset: IndexedDataset) -> Iterator[np.ndarray]:
-    parts: list[np.ndarray] = []
-    size = 0
-    for n in range(len(dataset)):
-        parts.append(dataset[n])
-        size += len(parts[-1])
-        if size >= BLOCK:
-            yield np.concatenate(parts).astype(np.int64)
-            parts, size = [], 0
-    if size:
-        yield np.concatenate(parts).astype(np.int64)
+def parser() -> FlagParser:
+    flags = FlagParser("bigram_loss.py", "Print the loss of a bigram model, which a trained network has to beat.")
+    flags.add_argument("--train", required=True, metavar="PREFIX", help="prefix of the training token files")
+    flags.add_argument("--valid", required=True, metavar="PREFIX", help="prefix of the validation token files")
+    flags.add_argument("--vocab-size", required=True, type=int, metavar="N", help="largest possible id + 1")
+    return flags
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the loss; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m megalite.data.bigram", description=bigram_loss.__doc__)
-    parser.add_argument("--train", required=True, metavar="PREFIX", help="prefix of the training token files")
-    parser.add_argument("--valid", required=True, metavar="PREFIX", help="prefix of the validation token files")
-    parser.add_argument("--vocab-size", required=True, type=int, help="largest possible id + 1")
-    args = parser.parse_args(arguments)
-    loss = bigram_loss(args.train, args.valid, args.vocab_size)
-    sys.stdout.write(f"bigram loss: {loss:.6f} nats per token\n")
+def main(arguments: list[str]) -> int:
+    given, _ = parse_namespace(parser(), arguments)
+    print(f"bigram loss: {bigram_loss(given.train, given.valid, given.vocab_size):.6f} nats per token")
     return 0
 
 
 if __name__ == "__main__":
-    from megalite.config.cli import run_tool
-
     sys.exit(run_tool(main))
