@@ -38,7 +38,7 @@ def describe_checkpoint(source: CheckpointDirectory) -> dict[str, Any]:
     """
     index, config = read_index(source), read_config(source)
     training = read_training_state(source).get("training", {})
-    tensors = index.tensors()
+    tensors = index.tensors
     parameters = [_entry(key.removeprefix(_PREFIX), info) for key, info in tensors.items() if key.startswith(_PREFIX)]
     table = tensors.get(f"{_PREFIX}{EMBEDDING}")
     return {

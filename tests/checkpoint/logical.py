@@ -159,10 +159,9 @@ def mesh_of(layout: Layout, rank: int) -> Mesh:
 def save_simulated(layout: Layout, directory: Path) -> None:
     """Write the shards that all ranks of a layout would, from this one process."""
     directory.mkdir(parents=True)
-    chunks: dict[str, list[Chunk]] = {}
+    chunks: list[Chunk] = []
     for rank in range(layout.world_size):
-        for key, mine in owned_chunks(pieces_of(filled(layout, rank)), mesh_of(layout, rank)).items():
-            chunks.setdefault(key, []).extend(mine)
+        chunks += owned_chunks(pieces_of(filled(layout, rank)), mesh_of(layout, rank))
     write_shards(directory, chunks, single_process_mesh().world)
 
 

@@ -15,7 +15,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.config import read_huggingface_config
 from megalite.checkpoint.storage import TRACKER, Retention, find_checkpoint
 from megalite.config.schema import CheckpointConfig
-from megalite.peft.files import told_by
+from megalite.peft.files import adapter_settings
 from tests.checkpoint.one_tensor import names, save, value_of
 
 
@@ -35,8 +35,8 @@ def root(tmp_path: Path) -> Path:
         (read_huggingface_config, "run", "--load {}"),
         (read_huggingface_config, "run/iter_0000020", "--load {}"),
         (read_huggingface_config, "adapter", "--adapter {}"),
-        (told_by, "run", "--load {}"),
-        (told_by, "model", "--load-hf {}"),
+        (adapter_settings, "run", "--load {}"),
+        (adapter_settings, "model", "--load-hf {}"),
     ],
 )
 def test_a_folder_of_another_kind_is_named_with_the_flag_that_takes_it(

@@ -15,7 +15,7 @@ from megalite.config.schema_peft import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.peft.adapter import plan_adapter
 from megalite.peft.convert import from_peft
-from megalite.peft.files import base_note, read_adapter, settle
+from megalite.peft.files import base_note, read_adapter, with_adapter_settings
 from tests.models.hf_models import VOCABULARY, llama_like
 from tests.peft.interop import make_and_save, stages_of
 
@@ -40,12 +40,12 @@ def _edit(folder: Path, **changes: Any) -> None:
 def _load(base: Path, adapter: Path) -> None:
     mesh = single_process_mesh()
     (model,) = stages_of(str(base), mesh)
-    plan_adapter(settle(PeftConfig(load_adapter=str(adapter))), model.config, VOCABULARY, mesh.world)
+    plan_adapter(with_adapter_settings(PeftConfig(load_adapter=str(adapter))), model.config, VOCABULARY, mesh.world)
 
 
 def test_a_folder_that_is_missing_or_damaged_is_named(base: Path) -> None:
     with pytest.raises(UserError, match="nowhere holds no adapter_config.json"):
-        settle(PeftConfig(load_adapter="nowhere"))
+        with_adapter_settings(PeftConfig(load_adapter="nowhere"))
     folder = _save(base, {"peft": "lora"})
     (folder / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(UserError, match=r"adapter_model\.safetensors"):
@@ -178,14 +178,14 @@ def test_an_adapter_for_some_layers_only_is_refused(base: Path) -> None:
 
 def test_the_folder_says_kind_rank_scale_and_length(base: Path) -> None:
     folder = _save(base, {"peft": "lora", "lora_rank": 3, "lora_alpha": 5, "use_rslora": True})
-    settled = settle(PeftConfig(load_adapter=str(folder)))
+    settled = with_adapter_settings(PeftConfig(load_adapter=str(folder)))
     assert (settled.peft, settled.lora_rank, settled.lora_alpha, settled.use_rslora) == ("lora", 3, 5, True)
     with pytest.raises(FlagError, match="--lora-rank 4: --load-adapter .* has 3"):
-        settle(PeftConfig(load_adapter=str(folder), lora_rank=4))
+        with_adapter_settings(PeftConfig(load_adapter=str(folder), lora_rank=4))
     folder = _save(base, {"peft": "prompt", "num_virtual_tokens": 3})
-    assert settle(PeftConfig(load_adapter=str(folder))).num_virtual_tokens == 3
+    assert with_adapter_settings(PeftConfig(load_adapter=str(folder))).num_virtual_tokens == 3
     with pytest.raises(FlagError, match="--peft lora: --load-adapter .* has prompt"):
-        settle(PeftConfig(peft="lora", load_adapter=str(folder)))
+        with_adapter_settings(PeftConfig(peft="lora", load_adapter=str(folder)))
 
 
 def test_targets_get_short_names_only_where_they_mean_no_other_layer(tmp_path: Path) -> None:

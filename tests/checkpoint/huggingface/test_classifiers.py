@@ -14,8 +14,8 @@ from megalite.checkpoint.checkpoint import read_config, save_checkpoint
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface import compare
 from megalite.checkpoint.huggingface.classes import padding_id, read_classes
-from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
 from megalite.checkpoint.huggingface.export import megalite_to_huggingface
+from megalite.checkpoint.huggingface.load import huggingface_to_megalite
 from megalite.checkpoint.inspection import describe_checkpoint, report_lines
 from megalite.checkpoint.storage import CheckpointDirectory, Retention, find_checkpoint
 from megalite.config.errors import UserError

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.huggingface.config import describe_network, essence, parse_config
-from megalite.checkpoint.huggingface.registry import ARCHITECTURES
+from megalite.checkpoint.huggingface.config import describe_network, network_settings, parse_config
+from megalite.checkpoint.huggingface.families import ARCHITECTURES
 from megalite.config.check import check
 from megalite.config.resolve import resolve
 from megalite.config.schema import ModelConfig, RunConfig
@@ -356,7 +356,7 @@ def test_a_network_becomes_the_architecture_that_has_it(overrides: dict[str, Any
     model = tiny_config(**overrides)
     architecture, values = describe_network(model, 131)
     assert architecture is ARCHITECTURES[kind]
-    assert essence(network(values)) == essence(model)
+    assert network_settings(network(values)) == network_settings(model)
 
 
 @pytest.mark.parametrize(

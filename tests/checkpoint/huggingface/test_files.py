@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
+from megalite.checkpoint.huggingface.load import huggingface_to_megalite
 from megalite.models.whole import build_whole
 from tests.checkpoint.huggingface import folders
 

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from megalite.checkpoint.checkpoint import read_config
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface import compare
-from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
 from megalite.checkpoint.huggingface.export import megalite_to_huggingface
+from megalite.checkpoint.huggingface.load import huggingface_to_megalite
 from megalite.checkpoint.metadata import describe
 from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint
 from megalite.models.whole import build_whole, outputs
@@ -224,10 +224,10 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(f"{name}.export.write_safetensors", full)
+    monkeypatch.setattr(f"{name}.files.write_safetensors", full)
     with pytest.raises(CheckpointError, match="No space left"):
         megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "hf")
-    monkeypatch.setattr(f"{name}.convert.write_shards", full)
+    monkeypatch.setattr(f"{name}.load.write_shards", full)
     with pytest.raises(OSError, match="No space left"):
         huggingface_to_megalite(source, tmp_path / "second", build_whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "source"]
