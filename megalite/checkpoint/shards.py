@@ -24,6 +24,7 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank, reason
 from megalite.checkpoint.metadata import Index, StoredChunk, TensorInfo, write_index
 from megalite.checkpoint.planner import Chunk, Read
+from megalite.checkpoint.storage import DATA_SUFFIX
 from megalite.distributed.collectives import all_gather_objects
 from megalite.distributed.mesh import Group
 from megalite.files.atomic import sync
@@ -56,7 +57,7 @@ def write_shards(directory: Path, chunks: Iterable[Chunk], group: Group, *, file
 def _write_files(directory: Path, chunks: Iterable[Chunk], rank: int, files: int) -> list[Written]:
     """A rank that has nothing to write makes no file."""
     shares = [share for share in _share_out(chunks, files) if share]
-    names = [f"__{rank}_{i}.distcp" for i in range(len(shares))]
+    names = [f"__{rank}_{i}{DATA_SUFFIX}" for i in range(len(shares))]
     with ThreadPoolExecutor(THREADS) as pool:
         return [one for written in pool.map(partial(_write_file, directory), names, shares) for one in written]
 
@@ -90,7 +91,7 @@ def _write_file(directory: Path, name: str, chunks: Iterable[Chunk]) -> list[Wri
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, row-major, with no more storage behind it than its own: `torch.save` writes all of that."""
+    """The tensor on the CPU, row-major, with no storage behind it but its own: `torch.save` writes all of that."""
     tensor = tensor.cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint import storage
-from megalite.checkpoint.checksums import CHECKSUMS
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.storage import find_checkpoint
+from megalite.checkpoint.storage import CHECKSUMS, find_checkpoint
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pool import ProcessPool

@@ -13,10 +13,9 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megalite.checkpoint.checkpoint import load_checkpoint
-from megalite.checkpoint.checksums import CHECKSUMS
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.metadata import INDEX_FILE, read_index
-from megalite.checkpoint.storage import find_checkpoint
+from megalite.checkpoint.storage import CHECKSUMS, find_checkpoint
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import single_process_mesh
 from tests.checkpoint import logical
