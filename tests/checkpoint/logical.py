@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from megalite.checkpoint.planner import Chunk, owned_chunks
 from megalite.checkpoint.shards import write_shards
-from megalite.checkpoint.storage import Retention
+from megalite.checkpoint.storage import CheckpointDirectory, Retention, find_checkpoint
 from megalite.config.schema import RunConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
@@ -142,6 +142,13 @@ def config() -> RunConfig:
     result = RunConfig()
     result.model.num_layers, result.model.hidden_size, result.tokenizer.vocab_size = LAYERS, HIDDEN, 130
     return result
+
+
+def found(root: Path) -> CheckpointDirectory:
+    """The checkpoint of a run's folder."""
+    checkpoint = find_checkpoint(root)
+    assert checkpoint is not None
+    return checkpoint
 
 
 def load(mesh: Mesh, directory: Path) -> list[NamedTensor]:
