@@ -13,12 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.errors import CheckpointError, agree, attempt
-from megalite.config.errors import UserError
+from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
 from megalite.config.outputs import adapter_folders
 from megalite.config.schema import ModelConfig, RunConfig
 from megalite.config.schema_peft import PeftConfig
-from megalite.distributed.collectives import broadcast_object, gather_tensors
+from megalite.distributed.collectives import gather_tensors
 from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.pieces import Piece, whole
 from megalite.estimate.model import AdapterWork
@@ -78,21 +77,16 @@ def adapter_problems(config: RunConfig, vocab_size: int, backend: AttentionBacke
     peft = config.peft
     problems = list(filter(None, [backend_problem(backend, peft.peft, device_type)]))
     for flag, folder in adapter_folders(peft).items():
-        if peft.peft == "lora":
-            try:
-                architecture_of(config.model, vocab_size)
-            except CheckpointError as error:
-                problems.append(f"{flag} {folder}: {error}")
+        if peft.peft == "lora" and (error := attempt(lambda: architecture_of(config.model, vocab_size))):
+            problems.append(f"{flag} {folder}: {error}")
         if (Path(folder) / "config.json").exists():
             problems.append(
                 f"{flag} {folder} is a model's folder, and transformers would then always load the model with the "
                 "adapter: give another folder"
             )
-    if peft.load_adapter is not None:
+    if (directory := peft.load_adapter) is not None:
         classes = len(config.finetune.class_names or ()) if config.finetune.task == "classification" else None
-        try:
-            from_peft(read_adapter(peft.load_adapter), config.model, vocab_size, classes)
-        except CheckpointError as error:
+        if error := attempt(lambda: from_peft(read_adapter(directory), config.model, vocab_size, classes)):
             problems.append(f"--load-adapter: {error}")
     return problems
 
@@ -168,13 +162,12 @@ def save_adapter(
     raise the same error where it can't be written.
     """
     values = gather(pieces, mesh, sharded=sharded)
-    error: str | None = None
-    if mesh.is_first:
-        try:
-            config, tensors = to_peft(values, model, plan.peft, plan.scales, vocab_size, base)
-            write_adapter(directory, config, tensors, class_names, beside)
-        except UserError as raised:
-            error = str(raised)
-    error = broadcast_object(error, mesh.world)
-    if error is not None:
-        raise CheckpointError(f"{flag} {directory}: {error}")
+
+    def write() -> None:
+        config, tensors = to_peft(values, model, plan.peft, plan.scales, vocab_size, base)
+        write_adapter(directory, config, tensors, class_names, beside)
+
+    try:
+        on_first_rank(write, mesh.world)
+    except CheckpointError as error:
+        raise CheckpointError(f"{flag} {directory}: {error}") from error

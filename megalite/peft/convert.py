@@ -1,7 +1,7 @@
 """Adapters between megalite's parameters and PEFT's tensors.
 
 Key idea: both sides are dictionaries of whole tensors, ours by global names in logical shapes; so nothing here knows of
-layouts. An adapter beside a part of a fused weight is told as adapters beside the Hugging Face layers that it covers:
+layouts. An adapter beside a part of a fused weight is stored as adapters beside the Hugging Face layers that it covers:
 where one covers several, each gets its own copy of A; where several share one, their ranks add up.
 """
 
@@ -169,12 +169,9 @@ def _prefix_vectors(values: Mapping[str, Tensor], number: int) -> Tensor:
     """Keys and values [groups, 2, n, d] of one layer."""
     if prefix_name(number) in values:
         return values[prefix_name(number)]
-
-    def get(name: str) -> Tensor:
-        return values[prefix_name(number, name)]
-
-    inner, outer = (get("inner_weight"), get("inner_bias")), (get("outer_weight"), get("outer_bias"))
-    return prefix_from_network(get("embedding"), inner, outer)
+    names = ("embedding", "inner_weight", "inner_bias", "outer_weight", "outer_bias")
+    embedding, *layers = (values[prefix_name(number, name)] for name in names)
+    return prefix_from_network(embedding, (layers[0], layers[1]), (layers[2], layers[3]))
 
 
 def from_peft(
@@ -201,9 +198,8 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
     problems: list[str] = []
     pairs = adapter.pairs()
     for module, (a, b) in pairs.items():
-        template = re.sub(r"\.(\d+)\.", ".{n}.", module, count=1)
         number = re.search(r"\.(\d+)\.", module)
-        layer = layers.get(template)
+        layer = layers.get(re.sub(r"\.(\d+)\.", ".{n}.", module, count=1))
         if layer is None or number is None or int(number[1]) >= (model.num_layers or 0):
             problems.append(f"{module}: this model has no such linear layer")
             continue
@@ -215,21 +211,15 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
         scale = Scale(rank, adapter.factor(module, rank))
         if scales.setdefault(part, scale) != scale:
             problems.append(f"{module}: its rank or scale differs from that in other layers")
-        rows = layer.matrix(rank)
         values[lora_name(int(number[1]), part, "a")] = a
-        values[lora_name(int(number[1]), part, "b")] = rows.read(
-            [(s.start, s.stop) for s in rows.slices], partial(getitem, b)
-        )
+        values[lora_name(int(number[1]), part, "b")] = layer.matrix(rank).read_all(partial(getitem, b))
     names = [lora_name(n, part, "a") for part in scales for n in range(model.num_layers or 0)]
     if not problems and not names:
         problems.append("it has no LoRA matrices")
     _refuse(adapter, problems)
     if set(names) - values.keys():
-        _refuse(
-            adapter,
-            ["layers_to_transform, or targets in single layers"],
-            "is not supported: it covers only some of the layers",
-        )
+        what = "is not supported: it covers only some of the layers"
+        _refuse(adapter, ["layers_to_transform, or targets in single layers"], what)
     _refuse(adapter, _mismatches(adapter, pairs, layers, model), "doesn't match its adapter_config.json")
     ordered = {part: scales[part] for part in LINEAR_OF if part in scales}
     return values, ordered
@@ -240,12 +230,12 @@ def _mismatches(
 ) -> list[str]:
     """Where the matrices that are there aren't those that `target_modules` means for this model."""
     names = [name.replace("{n}", str(number)) for name in layers for number in range(model.num_layers or 0)]
+    without = [name for name in names if name not in pairs and adapter.targets(name)]
+    others = [name for name in pairs if adapter.targets(name) is False]
     return [
-        *(f"{name}: in target_modules, but it has no matrices" for name in names
-          if name not in pairs and adapter.targets(name)),
-        *(f"{name}: it has matrices, but isn't in target_modules" for name in pairs
-          if adapter.targets(name) is False),
-    ]  # fmt: skip
+        *(f"{name}: in target_modules, but it has no matrices" for name in without),
+        *(f"{name}: it has matrices, but isn't in target_modules" for name in others),
+    ]
 
 
 def _check_head(adapter: Adapter, model: ModelConfig, classes: int | None) -> None:

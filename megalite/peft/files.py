@@ -184,8 +184,7 @@ class Adapter:
 
 def read_adapter(directory: str | Path) -> Adapter:
     """An adapter's folder. A `CheckpointError` says which file is missing or damaged, or what is not supported."""
-    where = together(Path(directory))
-    config = _read_config(where)
+    where, config = _read_config(directory)
     path = where / WEIGHTS_FILE
     if not path.exists() and (where / _PICKLED).exists():
         raise CheckpointError(f"{where / _PICKLED} is a pickle, which megalite never reads: save it as {WEIGHTS_FILE}")
@@ -203,7 +202,9 @@ def read_adapter(directory: str | Path) -> Adapter:
     return Adapter(where, KINDS[config["peft_type"]], config, tensors, Patterns(where / CONFIG_FILE))
 
 
-def _read_config(where: Path) -> dict[str, Any]:
+def _read_config(directory: str | Path) -> tuple[Path, dict[str, Any]]:
+    """Where the adapter's files lie whole, and its configuration."""
+    where = together(Path(directory))
     path = where / CONFIG_FILE
     refuse_other_kind(where, "--adapter")
     if not path.is_file():
@@ -224,7 +225,7 @@ def _read_config(where: Path) -> dict[str, Any]:
             f"{path}: modules_to_save {saved!r} is not supported; only ['score'], a classifier's head, is"
         )
     _check_names(config, path)
-    return config
+    return where, config
 
 
 def _check_names(config: Mapping[str, Any], path: Path) -> None:
@@ -270,9 +271,8 @@ def _whole(config: Mapping[str, Any], name: str, path: Path) -> int:
 
 def adapter_settings(directory: str | Path) -> dict[str, Any]:
     """The fields of `PeftConfig` that an adapter's folder decides. Raises as `read_adapter`."""
-    where = together(Path(directory))
-    config, path = _read_config(where), where / CONFIG_FILE
-    kind = KINDS[config["peft_type"]]
+    where, config = _read_config(directory)
+    path, kind = where / CONFIG_FILE, KINDS[config["peft_type"]]
     if kind != "lora":
         return {"peft": kind, "num_virtual_tokens": _whole(config, "num_virtual_tokens", path)}
     return {
@@ -300,7 +300,7 @@ def with_adapter_settings(peft: PeftConfig) -> PeftConfig:
 
 def base_note(directory: str | Path, model: str) -> str | None:
     """One line where an adapter's folder names another model than `model` as the one that it was trained beside."""
-    name = _read_config(together(Path(directory))).get("base_model_name_or_path")
+    name = _read_config(directory)[1].get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         return None
     trained, here = published_name(name), published_name(model)
