@@ -113,12 +113,6 @@ def test_an_index_that_contradicts_itself_is_refused(change: Callable[[Metadata]
         read_index(saved)
 
 
-def test_a_dropped_key_is_an_error_that_names_it(saved: Path) -> None:
-    edit(saved, lambda metadata: metadata.state_dict_metadata.pop("model.layers.2.fc1.weight"))
-    with pytest.raises(CheckpointError, match=r"lacks\n  model\.layers\.2\.fc1\.weight"):
-        load_checkpoint(saved, mesh=ONE, pieces=pieces_of(logical.empty(Layout(), 0)))
-
-
 def test_a_dropped_chunk_is_an_error_that_names_the_key(tmp_path: Path) -> None:
     logical.save_simulated(Layout(tp=4), tmp_path / "shards")
     key = "model.layers.2.fc1.weight"
