@@ -6,7 +6,8 @@ waiting in a collective, and every rank's message names the same rank and file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -29,6 +30,18 @@ def reason(error: BaseException) -> str:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
     return str(error) or type(error).__name__
+
+
+@contextmanager
+def naming(what: object, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise a `CheckpointError` that names a file (or says `what` failed) where the operating system refuses something
+    in the block, or one of the errors `kinds` is raised."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, *kinds) as error:
+        raise CheckpointError(f"{what}: {reason(error)}") from error
 
 
 def attempt(function: Callable[[], object]) -> str | None:

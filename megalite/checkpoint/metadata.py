@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.errors import CheckpointError, naming, reason
 from megalite.distributed.param_spec import Shape
 
 INDEX_FILE = ".metadata"
@@ -144,10 +144,8 @@ def check_files(directory: str | os.PathLike[str], files: dict[str, int]) -> Non
     """Raise `CheckpointError` where a data file is missing or shorter than `files` says."""
     for name, size in files.items():
         path = Path(directory, name)
-        try:
+        with naming(path):
             actual = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path}: {reason(error)}") from error
         if actual < size:
             raise CheckpointError(f"{path} is truncated: it has {actual} bytes and needs at least {size}")
 

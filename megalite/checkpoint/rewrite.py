@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import storage
-from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.errors import CheckpointError, naming
 from megalite.checkpoint.huggingface.files import Entry, write_safetensors
 from megalite.checkpoint.huggingface.travel import FOLDER, read_small_files, write_small_files
 from megalite.checkpoint.metadata import Index, check_files, read_index
@@ -59,10 +59,8 @@ def reshard(source: CheckpointDirectory, root: Path, *, files: int = 1) -> Path:
     kept = source.path.parent / FOLDER
     with storage.first_checkpoint(root, source.iteration, FOLDER) as folder:
         write_shards(folder, chunks, single_process_mesh().world, files=files)
-        try:
+        with naming(source.path):
             texts = {name: (source.path / name).read_text(encoding="utf-8") for name in storage.DOCUMENTS}
-        except OSError as error:
-            raise CheckpointError(f"{source.path}: {reason(error)}") from error
         storage.write_documents(folder, texts)
         if kept.is_dir():
             write_small_files(root / FOLDER, read_small_files(kept))

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank, reason
+from megalite.checkpoint.errors import agree, attempt, naming, on_first_rank
 from megalite.checkpoint.metadata import Index, StoredChunk, TensorInfo, write_index
 from megalite.checkpoint.planner import Chunk, Read
 from megalite.checkpoint.storage import DATA_SUFFIX
@@ -76,17 +76,14 @@ def _share_out(chunks: Iterable[Chunk], files: int) -> list[list[Chunk]]:
 def _write_file(directory: Path, name: str, chunks: Iterable[Chunk]) -> list[Written]:
     """The chunks one after the other, each with one copy in memory while it's written."""
     result = []
-    try:
-        with open(directory / name, "wb") as stream:
-            for chunk in chunks:
-                start = stream.tell()
-                torch.save(_compact(chunk.read()), stream)
-                length = stream.tell() - start
-                stored = StoredChunk(chunk.start, chunk.sizes, chunk.dtype, name, start, length)
-                result.append((chunk.key, TensorInfo(chunk.shape, chunk.dtype), stored))
-            sync(stream)
-    except (OSError, RuntimeError) as error:  # torch's writer raises either
-        raise CheckpointError(f"{directory / name}: {reason(error)}") from error
+    with naming(directory / name, RuntimeError), open(directory / name, "wb") as stream:  # torch's writer raises either
+        for chunk in chunks:
+            start = stream.tell()
+            torch.save(_compact(chunk.read()), stream)
+            length = stream.tell() - start
+            stored = StoredChunk(chunk.start, chunk.sizes, chunk.dtype, name, start, length)
+            result.append((chunk.key, TensorInfo(chunk.shape, chunk.dtype), stored))
+        sync(stream)
     return result
 
 
@@ -104,15 +101,12 @@ def read_shards(directory: Path, reads: Iterable[Read]) -> None:
 
     def read_file(name: str) -> None:
         path = directory / name
-        try:
-            with path.open("rb") as file:
-                for chunk, parts in sorted(by_file[name].items(), key=lambda item: item[0].offset):
-                    data = _read_chunk(file, chunk)
-                    for part in parts:
-                        slices = (slice(a, a + n) for a, n in zip(part.start, part.target.shape, strict=True))
-                        part.target.copy_(data[tuple(slices)])
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise CheckpointError(f"{path}: {reason(error)}") from error
+        with naming(path, ValueError, KeyError, zipfile.BadZipFile), path.open("rb") as file:
+            for chunk, parts in sorted(by_file[name].items(), key=lambda item: item[0].offset):
+                data = _read_chunk(file, chunk)
+                for part in parts:
+                    slices = (slice(a, a + n) for a, n in zip(part.start, part.target.shape, strict=True))
+                    part.target.copy_(data[tuple(slices)])
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(read_file, by_file))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.errors import CheckpointError, naming, reason
 from megalite.checkpoint.metadata import check_files, read_index
 from megalite.config.schema import CheckpointConfig, RunConfig
 from megalite.files.atomic import publish_folder, remove_leftovers, remove_whole, replacing, sync
@@ -131,15 +131,13 @@ def documents(config: RunConfig, training_state: dict[str, Any]) -> dict[str, st
 
 def write_documents(folder: Path, texts: Mapping[str, str]) -> None:
     """Write each text to its file, and the checksums of all that isn't a data file."""
-    try:
+    with naming(folder):
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
         small = sorted(path for path in folder.iterdir() if path.suffix != DATA_SUFFIX)
         sums = {path.name: _checksum(path.read_bytes()) for path in small}
         values = {"algorithm": "crc32", "files": sums, "files_checksum": _checksum_of(sums)}
         (folder / CHECKSUMS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {reason(error)}") from error
 
 
 def _checksum(content: bytes) -> str:
@@ -166,10 +164,8 @@ def _check_small_files(folder: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({reason(error)}): copy it {advice}") from error
     for file, expected in ((folder / name, expected) for name, expected in sums.items()):
-        try:
+        with naming(file):
             found = expected if file.suffix == DATA_SUFFIX else _checksum(file.read_bytes())
-        except OSError as error:
-            raise CheckpointError(f"{file}: {reason(error)}") from error
         if found != expected:
             raise CheckpointError(
                 f"{file} is damaged or was changed: its checksum is {found}, and {CHECKSUMS} says {expected}. Copy it "
@@ -233,10 +229,8 @@ def retire(root: Path, iteration: int, previous: int | None, retain: Retention) 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file's object. Raises `CheckpointError` naming the file."""
-    try:
+    with naming(path, ValueError):
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {reason(error)}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold a JSON object")
     return values

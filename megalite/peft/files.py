@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.errors import CheckpointError, naming
 from megalite.checkpoint.huggingface.architecture import CLASSIFIER
 from megalite.checkpoint.huggingface.classes import labels_json, read_classes
 from megalite.checkpoint.huggingface.hub import published_name
@@ -188,10 +188,8 @@ def read_adapter(directory: str | Path) -> Adapter:
     path = where / WEIGHTS_FILE
     if not path.exists() and (where / _PICKLED).exists():
         raise CheckpointError(f"{where / _PICKLED} is a pickle, which megalite never reads: save it as {WEIGHTS_FILE}")
-    try:
+    with naming(path, SafetensorError):
         tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: {reason(error)}") from error
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise CheckpointError(

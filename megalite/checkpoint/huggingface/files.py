@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.errors import CheckpointError, naming
 from megalite.checkpoint.storage import read_json
 from megalite.distributed.param_spec import Shape
 from megalite.files import atomic
@@ -76,12 +76,9 @@ class TensorFiles(ExitStack):
         self._open()
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        path = self.directory / self.file_of[name]
-        try:
-            with self._lock:
-                part: Tensor = self._files[self.file_of[name]].get_slice(name)[slices]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {name}: {reason(error)}") from error
+        file = self.file_of[name]
+        with naming(f"{self.directory / file}: {name}", SafetensorError), self._lock:
+            part: Tensor = self._files[file].get_slice(name)[slices]
         return part
 
     def _open(self) -> None:
@@ -115,7 +112,7 @@ class TensorFiles(ExitStack):
         path = self.directory / file
         if not path.exists():
             raise CheckpointError(f"{path} is missing, and {INDEX_FILE} names it")
-        try:
+        with naming(path, SafetensorError):
             opened = self.enter_context(safe_open(path, framework="pt"))
             for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
                 if name in self.file_of:
@@ -123,8 +120,6 @@ class TensorFiles(ExitStack):
                 view = opened.get_slice(name)
                 self.stored[name] = Stored(tuple(view.get_shape()), _DTYPES.get(view.get_dtype()))
                 self.file_of[name] = file
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {reason(error)}") from error
         self._files[file] = opened
 
 
@@ -189,8 +184,5 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     What the operating system refuses becomes a `CheckpointError` that names the target.
     """
-    try:
-        with atomic.new_folder(target) as folder:
-            yield folder
-    except OSError as error:
-        raise CheckpointError(f"{target} was not written: {reason(error)}") from error
+    with naming(f"{target} was not written"), atomic.new_folder(target) as folder:
+        yield folder
