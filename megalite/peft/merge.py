@@ -104,9 +104,7 @@ class _Merge:
         from_peft(added, self.found.model, self.found.vocab_size, classes)  # refuses one of another model
         self.names = () if self.head is None else _class_names(added, self.head, self.found.classes)
         self.changes = self._changes()
-        self.dtype = (
-            files.stored[next(iter(self.changes))].dtype or torch.float32
-        )  # of a head too, as transformers has it
+        self.dtype = self._format(next(iter(self.changes)))  # of a head too, as transformers has it
 
     def _changes(self) -> dict[str, _Change]:
         """By the name of the stored weight."""
@@ -148,10 +146,14 @@ class _Merge:
         """What becomes of a stored tensor, or the head. Beside a head, names have their prefix."""
         if self.head is not None and name == _HEAD:
             return Entry(name, tuple(self.head.shape), self.dtype, partial(self.head.to, self.dtype))
-        shape, dtype = self.files.stored[name]
-        assert dtype is not None
         prefix = self.found.architecture.prefix if self.head is not None and self.bare else ""
-        return Entry(f"{prefix}{name}", shape, dtype, partial(self._value, name))
+        return Entry(f"{prefix}{name}", self.files.stored[name].shape, self._format(name), partial(self._value, name))
+
+    def _format(self, name: str) -> torch.dtype:
+        dtype = self.files.stored[name].dtype
+        if dtype is None:
+            raise CheckpointError(f"{self.source}: the number format of {name} is not supported")
+        return dtype
 
     def _value(self, name: str) -> Tensor:
         tensor = self.files.read(name, tuple(slice(0, size) for size in self.files.stored[name].shape))
@@ -163,16 +165,16 @@ class _Merge:
         values = with_number_format(values, str(self.dtype).removeprefix("torch."))
         beside = self.added.where / GENERATION_FILE
         values |= token_ids(read_json(beside) if beside.is_file() else {})
-        if self.head is None:
-            (target / CONFIG_FILE).write_bytes(to_json(values))
-            return []
-        given = tokenizer_of(target, found.vocab_size)
-        # Without its files the tokenizer that was used is unknown, and may end texts with any id: none is guessed.
-        tokenizer = None if given.tokenizer_type == "NullTokenizer" else find_tokenizer(given)
-        padding = padding_id(tokenizer, values.get("pad_token_id"), found.vocab_size)
-        values = classifier_json(values, found.architecture, self.names, padding)
+        notes = []
+        if self.head is not None:
+            given = tokenizer_of(target, found.vocab_size)
+            # Without its files the tokenizer that was used is unknown, and may end texts with any id: none is guessed.
+            tokenizer = None if given.tokenizer_type == "NullTokenizer" else find_tokenizer(given)
+            padding = padding_id(tokenizer, values.get("pad_token_id"), found.vocab_size)
+            values = classifier_json(values, found.architecture, self.names, padding)
+            notes = [f"a classifier: {', '.join(self.names)}", *padding_notes(padding)]
         (target / CONFIG_FILE).write_bytes(to_json(values))
-        return [f"a classifier: {', '.join(self.names)}", *padding_notes(padding)]
+        return notes
 
 
 def merge_adapter(source: Path, adapter: Path, target: Path, ignored: Collection[str] | None = ()) -> list[str]:

@@ -110,15 +110,20 @@ def test_an_adapter_of_another_model_is_refused_in_one_message(base: Path, value
             {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]},
             "up_proj: in target_modules, but",
         ),
+        ({"r": 8}, r"_proj has matrices of rank 16, but adapter_config\.json says 8"),
+        ({"rank_pattern": {"q_proj": 8}}, r"_proj has matrices of rank 16, but adapter_config\.json says 8"),
     ],
-    ids=["less", "pattern", "excluded", "layers", "more"],
+    ids=["less", "pattern", "excluded", "layers", "more", "rank", "rank by pattern"],
 )
-def test_matrices_are_those_that_the_configuration_means(base: Path, changes: dict[str, Any], message: str) -> None:
+def test_matrices_and_ranks_are_those_that_the_configuration_means(
+    base: Path, changes: dict[str, Any], message: str
+) -> None:
     folder = _save(base, {"peft": "lora"})
     _edit(folder, **changes)
     with pytest.raises(UserError, match=message):
         _load(base, folder)
-    _edit(folder, target_modules=r".*\.[qkvo]_proj", exclude_modules=None, layers_to_transform=[0, 1])
+    usual = {"exclude_modules": None, "layers_to_transform": [0, 1], "r": 16, "rank_pattern": {}}
+    _edit(folder, target_modules=r".*\.[qkvo]_proj", **usual)
     _load(base, folder)
     _edit(folder, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "c_attn"])  # of other models too
     _load(base, folder)
@@ -131,22 +136,18 @@ def test_matrices_are_those_that_the_configuration_means(base: Path, changes: di
         (lambda t: {name: tensor * torch.nan for name, tensor in t.items()}, "aren't finite"),
         (lambda t: {**t, "base_model.model.model.embed_tokens.weight": torch.zeros(3)}, "embed_tokens"),
         (lambda t: {**t, "base_model.model.score.weight": torch.zeros(3, 32)}, "is of a classifier"),
+        (
+            lambda t: {name: tensor for name, tensor in t.items() if ".layers.1." not in name},
+            "not supported: it covers only some of the layers:\n  layers_to_transform",
+        ),
     ],
-    ids=["int", "nan", "embedding", "head"],
+    ids=["int", "nan", "embedding", "head", "one layer"],
 )
-def test_tensors_that_have_no_place_are_refused(base: Path, change: Any, message: str) -> None:
+def test_tensors_that_have_no_place_or_are_missing_are_refused(base: Path, change: Any, message: str) -> None:
     folder = _save(base, {"peft": "lora"})
     path = folder / "adapter_model.safetensors"
     save_file(change(load_file(path)), path)
     with pytest.raises(UserError, match=message):
-        _load(base, folder)
-
-
-@pytest.mark.parametrize("changes", [{"r": 8}, {"rank_pattern": {"q_proj": 8}}])
-def test_ranks_are_those_that_the_configuration_says(base: Path, changes: dict[str, Any]) -> None:
-    folder = _save(base, {"peft": "lora"})
-    _edit(folder, **changes)
-    with pytest.raises(UserError, match=r"_proj has matrices of rank 16, but adapter_config\.json says 8"):
         _load(base, folder)
 
 
@@ -166,14 +167,6 @@ def test_an_adapter_of_another_name_is_told(base: Path) -> None:
         _edit(folder, base_model_name_or_path=name)
         note = base_note(folder, str(base))
         assert (note is not None and note.startswith("warning: ")) == told
-
-
-def test_an_adapter_for_some_layers_only_is_refused(base: Path) -> None:
-    folder = _save(base, {"peft": "lora"})
-    path = folder / "adapter_model.safetensors"
-    save_file({name: tensor for name, tensor in load_file(path).items() if ".layers.1." not in name}, path)
-    with pytest.raises(UserError, match="not supported: it covers only some of the layers:\n  layers_to_transform"):
-        _load(base, folder)
 
 
 def test_the_folder_says_kind_rank_scale_and_length(base: Path) -> None:
