@@ -84,7 +84,8 @@ class Index:
 
 def write_index(directory: Path, index: Index) -> None:
     """Write the index as DCP does. A `CheckpointError` where the chunks of a tensor aren't the whole of it."""
-    tensors, places = {}, {}
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
     for key, (shape, dtype) in index.tensors.items():
         chunks = index.chunks[key]
         held, starts = sum(prod(chunk.sizes) for chunk in chunks), {chunk.start for chunk in chunks}
@@ -94,7 +95,7 @@ def write_index(directory: Path, index: Index) -> None:
         tensors[key] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), boxes)
         for chunk in chunks:
             places[MetadataIndex(key, chunk.start)] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
-    metadata = Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+    metadata = Metadata(tensors, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
     (directory / INDEX_FILE).write_bytes(pickle.dumps(metadata))
 
 
