@@ -43,9 +43,9 @@ def save_checkpoint(
 
     `pieces`: all that this rank holds, parameters and optimizer state, named by their keys; in the same order on all
     replicas. `config`, `training_state` (JSON-ready) and `beside`, the small files to keep in `root` that the model was
-    trained with (None: those there stay), are taken from rank 0. Where any rank fails all raise
-    the same `CheckpointError`, nothing of the attempt stays, and the checkpoints before it are as they were.
-    Returns the new folder.
+    trained with (None: those there stay), are taken from rank 0. Where any rank fails all raise the same
+    `CheckpointError`, nothing of the attempt stays, and the checkpoints before it are as they were. Returns the new
+    folder.
     """
     target = root / storage.directory_name(iteration)
     # Plan: chunks that are read when they are written. A save that trains on meanwhile would copy them first.

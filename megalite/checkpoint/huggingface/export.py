@@ -1,7 +1,7 @@
 """From a checkpoint of any layout to a Hugging Face folder, in one process.
 
 Key idea: the files are planned from the checkpoint's index, which knows every shape and format; then one logical
-parameter after the other is read and taken apart. Memory holds one parameter and one file.
+parameter after the other is read and taken apart. Memory holds two of them at most, never the model.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
 
     Weights keep the checkpoint's number format, bit for bit; vocabulary padding isn't in it. `shard_bytes`: largest
     file, where no tensor is larger. `config.json`, tokenizer, template and ends of a text are those that the run kept
-    beside its checkpoints. A classifier becomes one of
-    transformers' `ForSequenceClassification`. Raises a `CheckpointError`, and nothing of the attempt stays.
+    beside its checkpoints. A classifier becomes one of transformers' `ForSequenceClassification`. Raises a
+    `CheckpointError`, and nothing of the attempt stays.
     """
     check_absent(target)
     index = read_index(source)
