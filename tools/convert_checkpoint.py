@@ -19,17 +19,16 @@ from megalite.config.errors import UserError
 
 def lines(command: str, given: Namespace) -> Iterator[str]:
     """Carry out a command; yields the lines to print."""
-    from megalite.checkpoint.huggingface import compare, convert, export
+    from megalite.checkpoint.huggingface import compare, export, load
     from megalite.checkpoint.huggingface.hub import local_folder
     from megalite.checkpoint.inspection import describe_checkpoint, report_lines
-    from megalite.checkpoint.reshard import reshard
-    from megalite.checkpoint.single_file import write_single_file
+    from megalite.checkpoint.rewrite import reshard, write_single_file
     from megalite.checkpoint.storage import find_checkpoint
     from megalite.models.whole import build_whole, outputs
 
     if command == "hf-to-megalite":
         given.hf = Path(local_folder(str(given.hf), given.hub))
-        yield from convert.huggingface_to_megalite(given.hf, given.save, build_whole, given.ignore_config_field)
+        yield from load.huggingface_to_megalite(given.hf, given.save, build_whole, given.ignore_config_field)
     root = given.save if command == "hf-to-megalite" else given.load
     checkpoint = find_checkpoint(root, vars(given).get("ckpt_step"))
     if checkpoint is None:

@@ -1,52 +1,31 @@
 """Save and load a run.
 
 Key idea: both are the same few steps on every rank, and after each step that can fail all ranks agree on whether it
-did. Tensors go through torch.distributed.checkpoint in global coordinates; all else is JSON.
+did. Tensors have global coordinates, in the format of torch.distributed.checkpoint; all else is JSON.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite.checkpoint import storage
-from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
+from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank, wanted_by_none
+from megalite.checkpoint.huggingface.config import INERT
 from megalite.checkpoint.huggingface.travel import keep
 from megalite.checkpoint.metadata import Index, check_files, read_index
-from megalite.checkpoint.planner import STATE_PREFIX, ReadPlan, owned_chunks, parameter_name, plan_reads
+from megalite.checkpoint.planner import STATE_PREFIX, Chunk, ReadPlan, owned_chunks, parameter_name, plan_reads
 from megalite.checkpoint.shards import read_shards, write_shards
 from megalite.checkpoint.storage import Retention
+from megalite.config.errors import listed
 from megalite.config.fields import all_fields
 from megalite.config.schema import RunConfig
-from megalite.distributed.collectives import all_reduce
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece
-
-_SHOWN = 8  # keys listed in a message
-_NETWORK = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "max_position_embeddings",
-    "model_vocab_size",
-    "position_embedding_type",
-    "normalization",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-    "tokenizer_type",
-    "tokenizer_model",
-    "vocab_size",
-)
 
 
 def save_checkpoint(
@@ -64,35 +43,38 @@ def save_checkpoint(
 
     `pieces`: all that this rank holds, parameters and optimizer state, named by their keys; in the same order on all
     replicas. `config`, `training_state` (JSON-ready) and `beside`, the small files to keep in `root` that the model was
-    trained with (None: those there stay), are taken from rank 0. Where any rank fails all raise
-    the same `CheckpointError`, nothing of the attempt stays, and the checkpoints before it are as they were.
-    Returns the new folder.
+    trained with (None: those there stay), are taken from rank 0. Where any rank fails all raise the same
+    `CheckpointError`, nothing of the attempt stays, and the checkpoints before it are as they were. Returns the new
+    folder.
     """
-    folder, target = storage.temporary(root, iteration), root / storage.directory_name(iteration)
-    texts = storage.documents(config, training_state)
+    target = root / storage.directory_name(iteration)
+    # Plan: chunks that are read when they are written. A save that trains on meanwhile would copy them first.
+    chunks, texts = owned_chunks(pieces, mesh), storage.documents(config, training_state)
     previous = storage.tracked_iteration(root) if mesh.is_first else None
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)  # the writing threads know nothing of this thread's streams
-    begun = False  # until then there may be a folder of another run
     try:
         on_first_rank(lambda: storage.begin(root, iteration), mesh.world)
-        begun = True
-        agree(attempt(lambda: _see(folder)), mesh.world)
-        write_shards(folder, owned_chunks(pieces, mesh), mesh.world)
-        on_first_rank(lambda: storage.write_documents(folder, texts), mesh.world)
-        on_first_rank(lambda: keep(root, beside or {}), mesh.world)
-        on_first_rank(lambda: storage.commit(root, iteration), mesh.world)
-    except CheckpointError as error:  # on all ranks alike
-        if begun:
+        try:
+            _write(root, iteration, chunks, texts, mesh)
+            on_first_rank(lambda: keep(root, beside or {}), mesh.world)
+            on_first_rank(lambda: storage.commit(root, iteration), mesh.world)
+        except CheckpointError:  # on all ranks alike
             on_first_rank(lambda: storage.abandon(root, iteration), mesh.world)
+            raise
+    except CheckpointError as error:
         raise CheckpointError(f"{target} was not saved: {error}") from error
     on_first_rank(lambda: storage.retire(root, iteration, previous, retain), mesh.world)
     return target
 
 
-def _see(folder: Path) -> None:
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} isn't visible here: --save must name a folder that all machines share")
+def _write(root: Path, iteration: int, chunks: Sequence[Chunk], texts: Mapping[str, str], mesh: Mesh) -> None:
+    """All of a checkpoint, under its temporary name. Collective."""
+    folder = storage.temporary(root, iteration)
+    unseen = f"{folder} isn't visible here: --save must name a folder that all machines share"
+    agree(None if folder.is_dir() else unseen, mesh.world)
+    write_shards(folder, chunks, mesh.world)
+    on_first_rank(lambda: storage.write_documents(folder, texts), mesh.world)
 
 
 @torch.no_grad()
@@ -137,12 +119,6 @@ def read_training_state(directory: str | os.PathLike[str]) -> dict[str, Any]:
     return storage.read_json(Path(directory, storage.STATE_FILE))
 
 
-def _listed(items: Iterable[str]) -> str:
-    items = list(items)
-    more = [f"and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
-    return "".join(f"\n  {item}" for item in items[:_SHOWN] + more)
-
-
 def _refuse_misfits(path: Path, plan: ReadPlan) -> None:
     """Raise where the checkpoint can't fill what this rank wants, with the flags that are probably wrong."""
     if plan.shapes:
@@ -152,26 +128,23 @@ def _refuse_misfits(path: Path, plan: ReadPlan) -> None:
         sizes = {a for stored, here in alike for a in set(stored) - set(here)}
         tables = all(parameter_name(key).startswith(("embedding.", "output_layer.")) for key in plan.shapes)
         advice = _hint(path, sizes, tables=tables)
-        raise CheckpointError(f"{path} holds tensors of other shapes:{_listed(lines)}{advice}")
+        raise CheckpointError(f"{path} holds tensors of other shapes:{listed(lines)}{advice}")
     if plan.missing:
         advice = _hint(path)
         if all(key.startswith(STATE_PREFIX) for key in plan.missing):
             advice = "\n--no-load-optim loads the weights and starts with new optimizer state."
-        raise CheckpointError(f"{path} lacks{_listed(plan.missing)}{advice}")
+        raise CheckpointError(f"{path} lacks{listed(plan.missing)}{advice}")
     if plan.gaps:
-        raise CheckpointError(f"{path} holds only parts of{_listed(plan.gaps)}")
+        raise CheckpointError(f"{path} holds only parts of{listed(plan.gaps)}")
 
 
 def _refuse_unwanted(path: Path, index: Index, wanted: set[str], mesh: Mesh) -> None:
     """Raise where the checkpoint holds parameters that no rank wants. Collective; all ranks read the same index."""
-    names = sorted({parameter_name(key) for key in index.metadata})
-    mine = {parameter_name(key) for key in wanted}
-    flags = torch.tensor([name in mine for name in names], dtype=torch.uint8, device=mesh.device)
-    all_reduce(flags, mesh.world, "max")
-    unwanted = [name for name, flag in zip(names, flags.tolist(), strict=True) if not flag]
+    names = sorted({parameter_name(key) for key in index.tensors})
+    unwanted = wanted_by_none(names, {parameter_name(key) for key in wanted}, mesh)
     if unwanted:
         advice = _hint(path)
-        raise CheckpointError(f"{path} holds parameters that this network doesn't have:{_listed(unwanted)}{advice}")
+        raise CheckpointError(f"{path} holds parameters that this network doesn't have:{listed(unwanted)}{advice}")
 
 
 def _hint(path: Path, sizes: Collection[int] = (), *, tables: bool = False) -> str:
@@ -182,7 +155,7 @@ def _hint(path: Path, sizes: Collection[int] = (), *, tables: bool = False) -> s
     except CheckpointError:
         return ""
     sections = {"model": config.model, "tokenizer": config.tokenizer}
-    fields = [field for field in all_fields().values() if field.name in _NETWORK and field.section in sections]
+    fields = [field for field in all_fields().values() if field.section in sections and field.name not in INERT]
     values = {field.name: getattr(sections[field.section], field.name) for field in fields}
     flags = {field.name: field.show(values[field.name]) for field in fields if values[field.name] != field.default}
     likely = [flag for name, flag in flags.items() if type(values[name]) is int and values[name] in sizes]

@@ -6,13 +6,14 @@ waiting in a collective, and every rank's message names the same rank and file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
-from megalite.config.errors import UserError
-from megalite.distributed.collectives import all_gather_objects, broadcast_object
-from megalite.distributed.mesh import Group
+import torch
 
-_SHOWN = 4
+from megalite.config.errors import UserError, listed
+from megalite.distributed.collectives import all_gather_objects, all_reduce, broadcast_object
+from megalite.distributed.mesh import Group, Mesh
 
 
 class CheckpointError(UserError):
@@ -31,6 +32,18 @@ def reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+@contextmanager
+def naming(what: object, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise a `CheckpointError` that names a file (or says `what` failed) where the operating system refuses something
+    in the block, or one of the errors `kinds` is raised."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, *kinds) as error:
+        raise CheckpointError(f"{what}: {reason(error)}") from error
+
+
 def attempt(function: Callable[[], object]) -> str | None:
     """Run `function`; the message of what went wrong with the file system or a file, None where nothing did."""
     try:
@@ -47,18 +60,22 @@ def agree(error: str | None, group: Group) -> None:
     for rank, text in zip(group.ranks, errors, strict=True):
         if text is not None:
             first.setdefault(text, rank)
-    if not first:
-        return
-    if all(text == errors[0] for text in errors):
+    if first and all(text == errors[0] for text in errors):
         raise CheckpointError(str(errors[0]))
-    lines = [f"rank {rank}: {text}" for text, rank in first.items()]
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    raise CheckpointError("\n".join(lines[:_SHOWN] + more))
+    if first:
+        lines = [f"rank {rank}: {text}" for text, rank in first.items()]
+        raise CheckpointError(listed(lines, shown=4, before="\n").lstrip())
 
 
 def on_first_rank(function: Callable[[], object], group: Group) -> None:
     """Run `function` on the group's first member; all return once it's done, or raise what it raised. Collective."""
-    error = attempt(function) if group.rank == 0 else None
-    error = broadcast_object(error, group)
+    error = broadcast_object(attempt(function) if group.rank == 0 else None, group)
     if error is not None:
         raise CheckpointError(error)
+
+
+def wanted_by_none(names: Sequence[str], wanted: Collection[str], mesh: Mesh) -> list[str]:
+    """Those of `names`, which all ranks give alike, that are among no rank's `wanted`. Collective over the world."""
+    flags = torch.tensor([name in wanted for name in names], dtype=torch.uint8, device=mesh.device)
+    all_reduce(flags, mesh.world, "max")
+    return [name for name, flag in zip(names, flags.tolist(), strict=True) if not flag]

@@ -16,7 +16,7 @@ from megalite.checkpoint.huggingface.weights import EMBEDDING
 from megalite.checkpoint.metadata import TensorInfo, read_index
 from megalite.checkpoint.planner import STATE_PREFIX
 from megalite.checkpoint.storage import CheckpointDirectory
-from megalite.config.schema import ROTARY, ModelConfig, RunConfig
+from megalite.config.schema import ROTARY, ModelConfig
 from megalite.precision.policy import Precision
 
 _PREFIX = "model."
@@ -38,17 +38,26 @@ def describe_checkpoint(source: CheckpointDirectory) -> dict[str, Any]:
     """
     index, config = read_index(source), read_config(source)
     training = read_training_state(source).get("training", {})
-    tensors = index.tensors()
-    parameters = [_entry(key.removeprefix(_PREFIX), info) for key, info in tensors.items() if key.startswith(_PREFIX)]
-    table = tensors.get(f"{_PREFIX}{EMBEDDING}")
+    tensors = index.tensors
+    parameters = [
+        {
+            "name": key.removeprefix(_PREFIX),
+            "shape": list(shape),
+            "dtype": str(dtype).removeprefix("torch."),
+            "number": prod(shape),
+            "bytes": prod(shape) * dtype.itemsize,
+        }
+        for key, (shape, dtype) in tensors.items()
+        if key.startswith(_PREFIX)
+    ]
+    rows = tensors[f"{_PREFIX}{EMBEDDING}"].shape[0] if f"{_PREFIX}{EMBEDDING}" in tensors else None
+    task, peft = config.finetune.task or "lm", config.peft.peft
     return {
         "path": str(source.path),
         "iteration": source.iteration,
         **{name: int(training.get(name, 0)) for name in _COUNTERS},
-        "network": network_line(
-            config.model, None if table is None else table.shape[0], output=f"{_PREFIX}{HEAD}" not in tensors
-        ),
-        "task": _task(config),
+        "network": network_line(config.model, rows, output=f"{_PREFIX}{HEAD}" not in tensors),
+        "task": task if peft == "none" else f"{task}, --peft {peft}: only the adapter, not the frozen model",
         "classes": config.finetune.class_names,
         "precision": Precision.from_config(config.precision).name,
         "layout": {name: getattr(config.layout, name) for name in _LAYOUT},
@@ -58,17 +67,6 @@ def describe_checkpoint(source: CheckpointDirectory) -> dict[str, Any]:
         "parameter_bytes": sum(entry["bytes"] for entry in parameters),
         "data_files": len(index.files),
         "bytes_on_disk": sum(file.stat().st_size for file in source.path.iterdir() if file.is_file()),
-    }
-
-
-def _entry(name: str, info: TensorInfo) -> dict[str, Any]:
-    number, dtype = prod(info.shape), str(info.dtype).removeprefix("torch.")
-    return {
-        "name": name,
-        "shape": list(info.shape),
-        "dtype": dtype,
-        "number": number,
-        "bytes": number * info.dtype.itemsize,
     }
 
 
@@ -90,34 +88,21 @@ def _optimizer_state(tensors: dict[str, TensorInfo]) -> dict[str, dict[str, int]
     return result
 
 
-def _task(config: RunConfig) -> str:
-    """What the run taught, and beside which model."""
-    task, peft = config.finetune.task or "lm", config.peft.peft
-    return task if peft == "none" else f"{task}, --peft {peft}: only the adapter, not the frozen model"
-
-
 def network_line(model: ModelConfig, rows: int | None, *, output: bool = True) -> str:
     """A network in a line. `rows`: of its embedding, where it has one here. `output`: over the vocabulary."""
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    activation = (
-        "SwiGLU"
-        if model.swiglu
-        else "squared ReLU"
-        if model.squared_relu
-        else "tanh GELU"
-        if model.openai_gelu
-        else "GELU"
-    )
-    rotary = dict.fromkeys(ROTARY, f"rotary base {model.rotary_base:g}")
-    rotary |= {kind: f"{text} with {kind}" for kind, text in rotary.items() if kind != "rope"}
-    positions = {**rotary, "learned_absolute": "learned positions"}
+    groups = f" in {model.num_query_groups} groups" if model.group_query_attention else ""
+    kinds = {"SwiGLU": model.swiglu, "squared ReLU": model.squared_relu, "tanh GELU": model.openai_gelu, "GELU": True}
+    positions = {"learned_absolute": "learned positions"}.get(model.position_embedding_type, "no positions")
+    if model.position_embedding_type in ROTARY:
+        scaling = "" if model.position_embedding_type == "rope" else f" with {model.position_embedding_type}"
+        positions = f"rotary base {model.rotary_base:g}{scaling}"
     parts = [
         f"{model.num_layers} layers",
         f"hidden {model.hidden_size}",
-        f"{heads} heads of {model.kv_channels}" + (f" in {groups} groups" if model.group_query_attention else ""),
-        f"inner {model.ffn_hidden_size} {activation}",
+        f"{model.num_attention_heads} heads of {model.kv_channels}{groups}",
+        f"inner {model.ffn_hidden_size} {next(kind for kind, it_is in kinds.items() if it_is)}",
         model.normalization,
-        positions.get(model.position_embedding_type, "no positions"),
+        positions,
         f"up to {model.max_position_embeddings} positions" if model.max_position_embeddings else "",
         f"window {model.window_size}" if model.window_size else "",
         f"vocabulary {rows}" if rows else "",
@@ -129,11 +114,9 @@ def network_line(model: ModelConfig, rows: int | None, *, output: bool = True) -
 def report_lines(facts: dict[str, Any]) -> Iterator[str]:
     """What `describe_checkpoint` found, as lines for people."""
     layout = facts["layout"]
-    sizes = {name: layout[f"{long}_parallel_size"] for name, long in _SHORT.items()}
-    extras = [
-        "sequence parallel" if layout["sequence_parallel"] else "",
-        f"sharding {layout['data_parallel_sharding_strategy'] or 'no_shard'}",
-    ]
+    saved_at = [" x ".join(f"{name} {layout[f'{long}_parallel_size']}" for name, long in _SHORT.items())]
+    saved_at += ["sequence parallel"] if layout["sequence_parallel"] else []
+    saved_at += [f"sharding {layout['data_parallel_sharding_strategy'] or 'no_shard'}"]
     yield facts["path"]
     yield (
         f"iteration {facts['iteration']:,}: {facts['consumed_samples']:,} samples, {facts['consumed_tokens']:,} tokens "
@@ -142,8 +125,7 @@ def report_lines(facts: dict[str, Any]) -> Iterator[str]:
     yield f"network: {facts['network']}"
     yield f"task: {facts['task']}" + (f"; classes: {', '.join(facts['classes'])}" if facts["classes"] else "")
     yield f"precision: {facts['precision']}"
-    grid = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    yield f"saved at {', '.join([grid, *filter(None, extras)])}; loads at any layout"
+    yield f"saved at {', '.join(saved_at)}; loads at any layout"
     tensors = f"{len(facts['parameters']):,} tensors, {facts['parameter_bytes']:,} bytes"
     yield f"parameters: {facts['total_parameters']:,} in {tensors}"
     yield from _table(facts["parameters"])

@@ -1,8 +1,8 @@
 """The index of a checkpoint: which tensors it holds, which file holds which rectangle of each.
 
-Key idea: torch.distributed.checkpoint (DCP) keeps the index in `.metadata`, which is a pickle, and a pickle can run any
-code. So it's read with an unpickler that knows the index's own classes and nothing else, and is then checked against
-the files beside it: a shard that is missing or cut short is found before anything is loaded.
+Key idea: the format is that of torch.distributed.checkpoint (DCP), which keeps the index in `.metadata`, a pickle, and
+a pickle can run any code. So it's read with an unpickler that knows the index's own classes and nothing else, and is
+then checked against the files beside it: a shard that is missing or cut short is found before anything is loaded.
 """
 
 from __future__ import annotations
@@ -15,9 +15,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.errors import CheckpointError, naming, reason
 from megalite.distributed.param_spec import Shape
 
 INDEX_FILE = ".metadata"
@@ -57,20 +65,11 @@ class StoredChunk:
     length: int
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a checkpoint's index never does")
-
-
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds: DCP's own metadata, and the stored chunks of each key in the same order."""
+    """What a checkpoint holds, by key: every logical tensor, and the stored chunks of each."""
 
-    metadata: dict[str, TensorStorageMetadata]
+    tensors: dict[str, TensorInfo]
     chunks: dict[str, list[StoredChunk]]
 
     @property
@@ -82,30 +81,49 @@ class Index:
                 sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.length)
         return sizes
 
-    def tensors(self) -> dict[str, TensorInfo]:
-        """Shape and dtype of every key."""
-        return {key: TensorInfo(tuple(md.size), md.properties.dtype) for key, md in self.metadata.items()}
+
+def write_index(directory: Path, index: Index) -> None:
+    """Write the index as DCP does. A `CheckpointError` where the chunks of a tensor aren't the whole of it."""
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, (shape, dtype) in index.tensors.items():
+        chunks = index.chunks[key]
+        held, starts = sum(prod(chunk.sizes) for chunk in chunks), {chunk.start for chunk in chunks}
+        if held != prod(shape) or len(starts) != len(chunks):
+            raise CheckpointError(f"{key}: {len(starts)} chunks hold {held} of {prod(shape)} elements")
+        boxes = [ChunkStorageMetadata(torch.Size(chunk.start), torch.Size(chunk.sizes)) for chunk in chunks]
+        tensors[key] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), boxes)
+        for chunk in chunks:
+            places[MetadataIndex(key, chunk.start)] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
+    metadata = Metadata(tensors, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+    (directory / INDEX_FILE).write_bytes(pickle.dumps(metadata))
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a checkpoint's index never does")
 
 
 def read_index(directory: str | os.PathLike[str]) -> Index:
     """The index of the checkpoint in `directory`. Raises `CheckpointError` where it is missing, damaged or hostile."""
-    path = Path(directory, INDEX_FILE)
+    path, index = Path(directory, INDEX_FILE), Index({}, {})
     try:
         with path.open("rb") as file:
             metadata = _IndexUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
-        tensors = {key: _tensor(key, entry) for key, entry in metadata.state_dict_metadata.items()}
-        chunks = {key: _stored_chunks(key, tensor, metadata.storage_data) for key, tensor in tensors.items()}
+        for key, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise TypeError(f"{key} is not a tensor")
+            index.tensors[key] = TensorInfo(tuple(entry.size), entry.properties.dtype)
+            index.chunks[key] = _stored_chunks(key, entry, metadata.storage_data)
     except Exception as error:  # damaged bytes can make an unpickler raise anything
         raise CheckpointError(f"{path} is not a checkpoint's index: {reason(error)}") from error
-    return Index(tensors, chunks)
-
-
-def _tensor(key: str, entry: Any) -> TensorStorageMetadata:
-    if not isinstance(entry, TensorStorageMetadata):
-        raise TypeError(f"{key} is not a tensor")
-    return entry
+    return index
 
 
 def _stored_chunks(key: str, tensor: TensorStorageMetadata, storage_data: Any) -> list[StoredChunk]:
@@ -127,14 +145,12 @@ def check_files(directory: str | os.PathLike[str], files: dict[str, int]) -> Non
     """Raise `CheckpointError` where a data file is missing or shorter than `files` says."""
     for name, size in files.items():
         path = Path(directory, name)
-        try:
+        with naming(path):
             actual = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path}: {reason(error)}") from error
         if actual < size:
             raise CheckpointError(f"{path} is truncated: it has {actual} bytes and needs at least {size}")
 
 
 def describe(directory: str | os.PathLike[str]) -> dict[str, TensorInfo]:
     """Shape and dtype of every tensor of a checkpoint, by key, from its index alone."""
-    return dict(sorted(read_index(directory).tensors().items()))
+    return dict(sorted(read_index(directory).tensors.items()))

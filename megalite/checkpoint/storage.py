@@ -2,7 +2,8 @@
 
 Key idea: a checkpoint is written under another name and renamed when every byte is on the disk, so a folder named
 `iter_0000100` is complete, and at each moment of a save, killed or not, the newest complete one can be found. The
-tracker says which that is; where it can't be trusted, the folders are looked at.
+tracker says which that is; where it can't be trusted, the folders are looked at. Small files have checksums in a file
+beside them; the tensors in data files have their own (`shards.py`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.checksums import check_small_files, write_checksums
-from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.errors import CheckpointError, naming, reason
 from megalite.checkpoint.metadata import check_files, read_index
 from megalite.config.schema import CheckpointConfig, RunConfig
 from megalite.files.atomic import publish_folder, remove_leftovers, remove_whole, replacing, sync
@@ -30,6 +31,7 @@ CONFIG_FILE = "config.json"
 STATE_FILE = "training_state.json"
 DOCUMENTS = (CONFIG_FILE, STATE_FILE)
 """All of a checkpoint that isn't tensors."""
+CHECKSUMS, DATA_SUFFIX = "checksums.json", ".distcp"
 ADAPTER_FILE = "adapter_config.json"
 _KINDS = {
     "--load": "holds checkpoints of megalite: did you mean --load {0} (in training, for its weights alone, "
@@ -66,24 +68,18 @@ class Retention:
     keep_last: int | None = None
     interval: int | None = None
 
-    def __post_init__(self) -> None:
-        assert self.keep_last is None or self.keep_last >= 1
-        assert self.interval is None or self.interval >= 1
-
     @classmethod
     def from_config(cls, config: CheckpointConfig) -> Retention:
         """As the flags say."""
         return cls(config.keep_last_checkpoints, config.save_retain_interval)
 
-    def doomed(self, older: list[int], previous: int | None) -> list[int]:
+    def to_delete(self, older: list[int], previous: int | None) -> list[int]:
         """Which of the `older` iterations (ascending) go, now that a newer is complete. `previous`: the tracker's."""
         if self.keep_last is not None:
-            going = older[: max(0, len(older) - (self.keep_last - 1))]
-        elif self.interval is not None:
-            going = [iteration for iteration in older if iteration == previous]
+            older = older[: max(0, len(older) - (self.keep_last - 1))]
         else:
-            going = []
-        return [iteration for iteration in going if self.interval is None or iteration % self.interval != 0]
+            older = [iteration for iteration in older if self.interval is not None and iteration == previous]
+        return [iteration for iteration in older if self.interval is None or iteration % self.interval != 0]
 
 
 def directory_name(iteration: int) -> str:
@@ -133,24 +129,56 @@ def documents(config: RunConfig, training_state: dict[str, Any]) -> dict[str, st
     return {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
 
 
-def write_documents(folder: Path, texts: dict[str, str]) -> None:
+def write_documents(folder: Path, texts: Mapping[str, str]) -> None:
     """Write each text to its file, and the checksums of all that isn't a data file."""
-    try:
+    with naming(folder):
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        write_checksums(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {reason(error)}") from error
+        small = sorted(path for path in folder.iterdir() if path.suffix != DATA_SUFFIX)
+        sums = {path.name: _checksum(path.read_bytes()) for path in small}
+        values = {"algorithm": "crc32", "files": sums, "files_checksum": _checksum_of(sums)}
+        (folder / CHECKSUMS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def commit(root: Path, iteration: int) -> Path:
+def _checksum(content: bytes) -> str:
+    """CRC-32 (of zlib and zip) of some bytes, as 8 hex digits."""
+    return f"{zlib.crc32(content):08x}"
+
+
+def _checksum_of(sums: dict[str, str]) -> str:
+    return _checksum(json.dumps(sums, sort_keys=True).encode())
+
+
+def _check_small_files(folder: Path) -> None:
+    """Raise a `CheckpointError`, naming the file and what to do, where a file that isn't tensors was changed. Older
+    versions wrote no sums, or sums of data files too."""
+    path = folder / CHECKSUMS
+    if not path.exists():
+        return
+    advice = "again from a good copy, or load another checkpoint with --ckpt-step"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        sums = dict(values["files"])
+        if values["files_checksum"] != _checksum_of(sums) or any(Path(name).name != name for name in sums):
+            raise ValueError("its own checksum is wrong")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({reason(error)}): copy it {advice}") from error
+    for file, expected in ((folder / name, expected) for name, expected in sums.items()):
+        with naming(file):
+            found = expected if file.suffix == DATA_SUFFIX else _checksum(file.read_bytes())
+        if found != expected:
+            raise CheckpointError(
+                f"{file} is damaged or was changed: its checksum is {found}, and {CHECKSUMS} says {expected}. Copy it "
+                f"{advice}; if you changed it on purpose, delete {path}"
+            )
+
+
+def commit(root: Path, iteration: int) -> None:
     """Give the written checkpoint its name, replacing an older one of the same iteration, then move the tracker."""
-    target = root / directory_name(iteration)
     with replacing(root / TRACKER) as stream:
         stream.write(str(iteration).encode())
         sync(stream)  # before anything is moved: the disk may be full
-        publish_folder(temporary(root, iteration), target)
-    return target
+        publish_folder(temporary(root, iteration), root / directory_name(iteration))
 
 
 @contextmanager
@@ -192,7 +220,7 @@ def retire(root: Path, iteration: int, previous: int | None, retain: Retention) 
     older = [number for number, path in entries.items() if number < iteration and not path.is_symlink()]
     if retain.keep_last is not None:
         older = [number for number in older if problem(entries[number]) is None]
-    for number in retain.doomed(older, previous):
+    for number in retain.to_delete(older, previous):
         try:
             remove_whole(entries[number])
         except OSError as error:
@@ -201,10 +229,8 @@ def retire(root: Path, iteration: int, previous: int | None, retain: Retention) 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file's object. Raises `CheckpointError` naming the file."""
-    try:
+    with naming(path, ValueError):
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {reason(error)}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold a JSON object")
     return values
@@ -230,24 +256,19 @@ def problem(path: Path) -> str | None:
     try:
         if not path.is_dir():
             raise CheckpointError(f"{path} is missing")
-        check_small_files(path)
+        _check_small_files(path)
         read_json(path / CONFIG_FILE)
-        _check_iteration(path, read_json(path / STATE_FILE))
+        training = read_json(path / STATE_FILE).get("training")
         check_files(path, read_index(path).files)
     except CheckpointError as error:
         return str(error)
-    return None
-
-
-def _check_iteration(path: Path, state: dict[str, Any]) -> None:
-    """Raise where the training state is of another iteration than the folder's name says."""
     named = _NAME.fullmatch(path.name)
-    training = state.get("training")
-    told = training.get("iteration") if isinstance(training, dict) else None
-    if named is not None and told is not None and told != int(named[1]):
-        raise CheckpointError(
-            f"{path / STATE_FILE}: the iteration is {told!r}, but the folder is {path.name}: one of them was changed"
+    stored = training.get("iteration") if isinstance(training, dict) else None
+    if named is not None and stored is not None and stored != int(named[1]):
+        return (
+            f"{path / STATE_FILE}: the iteration is {stored!r}, but the folder is {path.name}: one of them was changed"
         )
+    return None
 
 
 def find_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> CheckpointDirectory | None:

@@ -127,30 +127,24 @@ def publish_folder(written: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # the last: a link to a folder
             raise
-        _swap(written, target, old)
+        os.rename(target, old)
+        try:
+            os.rename(written, target)
+        except OSError:
+            os.rename(old, target)
+            raise
     sync_folder(target.absolute().parent)
     if old.exists():
         with suppress(OSError):
             remove_whole(old)
 
 
-def _swap(written: Path, target: Path, old: Path) -> None:
-    os.rename(target, old)
-    try:
-        os.rename(written, target)
-    except OSError:
-        os.rename(old, target)
-        raise
-
-
 def remove_whole(folder: Path) -> None:
     """Delete a link to a folder, or a folder: under another name, so that nobody sees it half deleted."""
     if folder.is_symlink():
         folder.unlink()
-        return
-    doomed = _beside(folder)
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed)
+    else:
+        shutil.rmtree(folder.rename(_beside(folder)))
 
 
 @contextmanager
@@ -162,18 +156,10 @@ def replacing_together(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     from where `together` says. Another program that reads the folder just then finds no `names[-1]`, which goes first
     and comes last. One writer at a time. An OSError where the files can't be written; the old ones are then there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder, re.compile(re.escape(PENDING)))
     _finish(folder, names)  # what a kill interrupted
-    written, pending = _beside(folder / PENDING), folder / PENDING
-    try:
-        written.mkdir()
+    with new_folder(folder / PENDING) as written:
         yield written
-        _sync_tree(written)
-        os.rename(written, pending)
-    finally:
-        shutil.rmtree(written, ignore_errors=True)
-    sync_folder(folder)
     _finish(folder, names)
 
 
@@ -191,16 +177,8 @@ def _finish(folder: Path, names: Sequence[str]) -> None:
     for name in reversed(names):
         (folder / name).unlink(missing_ok=True)
     for name in names:
-        if (pending / name).exists():
-            _copy(pending / name, folder / name)
+        if (pending / name).exists() and not _link(pending / name, folder / name):
+            with replacing(folder / name) as stream:
+                stream.write((pending / name).read_bytes())
     sync_folder(folder)
     remove_whole(pending)
-
-
-def _copy(source: Path, target: Path) -> None:
-    """A second name of a file, or where the file system has none a copy."""
-    with suppress(OSError):
-        os.link(source, target)
-        return
-    with source.open("rb") as old, replacing(target) as new:
-        shutil.copyfileobj(old, new)

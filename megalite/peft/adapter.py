@@ -8,36 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.errors import CheckpointError, agree, attempt
-from megalite.config.errors import UserError
-from megalite.config.schema import ModelConfig
+from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
+from megalite.config.fields import adapter_folders
+from megalite.config.schema import ModelConfig, RunConfig
 from megalite.config.schema_finetune import PeftConfig
-from megalite.distributed.collectives import broadcast_object, gather_tensors
+from megalite.distributed.collectives import gather_tensors
 from megalite.distributed.mesh import Group, Mesh
-from megalite.distributed.param_spec import Shape
 from megalite.distributed.pieces import Piece, whole
 from megalite.estimate.model import AdapterWork
 from megalite.models.gpt import GPTStage
+from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.module import named_specs
 from megalite.optimizer.gradient_norm import holders
 from megalite.peft.apply import Scale, apply_peft, prompt_from_text, scales_of
-from megalite.peft.convert import PROMPT, from_peft, to_peft
-from megalite.peft.files import read_adapter, settle, write_adapter
+from megalite.peft.convert import PROMPT, architecture_of, from_peft, to_peft
+from megalite.peft.files import read_adapter, with_adapter_settings, write_adapter
 from megalite.peft.modules import widths_of
+from megalite.peft.virtual import backend_problem
 from megalite.precision.policy import Precision
-
-
-class Part(NamedTuple):
-    """Where a rectangle lies: it begins at `start` of the logical tensor `name` of `shape`."""
-
-    name: str
-    shape: Shape
-    start: Shape
 
 
 @dataclass(frozen=True)
@@ -61,6 +54,7 @@ class AdapterPlan:
         """See `apply_peft`."""
         apply_peft(stages, self.peft, mesh=mesh, precision=precision, seed=seed, scales=self.scales)
 
+    @torch.no_grad()
     def fill(
         self, stages: Sequence[GPTStage], pieces: Iterable[Piece], *, prompt_tokens: Sequence[int] | None = None
     ) -> None:
@@ -71,7 +65,30 @@ class AdapterPlan:
             for stage in stages:
                 if stage.embedding is not None and stage.embedding.prompt is not None:
                     values[PROMPT] = prompt_from_text(stage, prompt_tokens)
-        _fill(pieces, values)
+        for piece in pieces:
+            for _, start, view in piece.held() if piece.name in values else ():
+                view.copy_(values[piece.name][tuple(slice(a, a + n) for a, n in zip(start, view.shape, strict=True))])
+
+
+def adapter_problems(config: RunConfig, vocab_size: int, backend: AttentionBackend, device_type: str) -> list[str]:
+    """Problems, before any process group exists, of a resolved configuration whose section `peft` is complete: virtual
+    tokens need a mask, a saved adapter a Hugging Face architecture that has this network, `--load-adapter` a
+    folder that fits it."""
+    peft = config.peft
+    problems = list(filter(None, [backend_problem(backend, peft.peft, device_type)]))
+    for flag, folder in adapter_folders(config).items():
+        if peft.peft == "lora" and (error := attempt(lambda: architecture_of(config.model, vocab_size))):
+            problems.append(f"{flag} {folder}: {error}")
+        if (Path(folder) / "config.json").exists():
+            problems.append(
+                f"{flag} {folder} is a model's folder, and transformers would then always load the model with the "
+                "adapter: give another folder"
+            )
+    if (directory := peft.load_adapter) is not None:
+        classes = len(config.finetune.class_names or ()) if config.finetune.task == "classification" else None
+        if error := attempt(lambda: from_peft(read_adapter(directory), config.model, vocab_size, classes)):
+            problems.append(f"--load-adapter: {error}")
+    return problems
 
 
 def plan_adapter(
@@ -91,20 +108,12 @@ def plan_adapter(
     return AdapterPlan(peft, scales, values)
 
 
-@torch.no_grad()
-def _fill(pieces: Iterable[Piece], values: Mapping[str, Tensor]) -> None:
-    for piece in pieces:
-        if piece.name in values:
-            for _, start, view in piece.held():
-                view.copy_(values[piece.name][tuple(slice(a, a + n) for a, n in zip(start, view.shape, strict=True))])
-
-
 def load_adapter(model: GPTStage, directory: str, *, mesh: Mesh, precision: Precision) -> PeftConfig:
     """Put the adapter of a folder on a whole model, for evaluation; what kind it is.
 
     Raises a `CheckpointError` where the folder is missing, damaged or of another model.
     """
-    peft = settle(PeftConfig(load_adapter=directory))
+    peft = with_adapter_settings(PeftConfig(load_adapter=directory))
     plan = plan_adapter(peft, model.config, model.vocab_size, mesh.world)
     plan.apply([model], mesh=mesh, precision=precision, seed=0)
     plan.fill([model], [whole(*entry) for entry in named_specs(model)])
@@ -119,7 +128,7 @@ def gather(pieces: Iterable[Piece], mesh: Mesh, *, sharded: bool) -> dict[str, T
     if mesh.world.ranks[0] not in group.ranks:  # a copy of what the first replica has
         return {}
     mine = [
-        (Part(piece.name, piece.spec.shape, start), view.detach())
+        ((piece.name, piece.spec.shape, start), view.detach())
         for piece in pieces
         for box, start, view in piece.held()
         if box.owner == mesh.rank
@@ -153,13 +162,12 @@ def save_adapter(
     raise the same error where it can't be written.
     """
     values = gather(pieces, mesh, sharded=sharded)
-    error: str | None = None
-    if mesh.is_first:
-        try:
-            config, tensors = to_peft(values, model, plan.peft, plan.scales, vocab_size, base)
-            write_adapter(directory, config, tensors, class_names, beside)
-        except UserError as raised:
-            error = str(raised)
-    error = broadcast_object(error, mesh.world)
-    if error is not None:
-        raise CheckpointError(f"{flag} {directory}: {error}")
+
+    def write() -> None:
+        config, tensors = to_peft(values, model, plan.peft, plan.scales, vocab_size, base)
+        write_adapter(directory, config, tensors, class_names, beside)
+
+    try:
+        on_first_rank(write, mesh.world)
+    except CheckpointError as error:
+        raise CheckpointError(f"{flag} {directory}: {error}") from error

@@ -88,8 +88,8 @@ def _add_lora(stage: GPTStage, build: Build, scales: Mapping[str, Scale], drop: 
     for layer in layers_of(stage):
         by_linear: dict[str, list[LowRank]] = {}
         for part, scale in scales.items():
-            how = LowRank(part, scale.rank, scale.factor, drop, layer.number)
-            by_linear.setdefault(LINEAR_OF[part], []).append(how)
+            settings = LowRank(part, scale.rank, scale.factor, drop, layer.number)
+            by_linear.setdefault(LINEAR_OF[part], []).append(settings)
         for name, adapters in by_linear.items():
             base = layer.get_submodule(name)
             if isinstance(base, RowParallelLinear):
@@ -97,7 +97,7 @@ def _add_lora(stage: GPTStage, build: Build, scales: Mapping[str, Scale], drop: 
             else:
                 assert isinstance(base, ColumnParallelLinear)
                 local = base.param_specs["weight"].local_shape
-                base.lora = ColumnLora(build, base, [(how, _slots(how.part, stage.config, local)) for how in adapters])
+                base.lora = ColumnLora(build, base, [(one, _slots(one.part, stage.config, local)) for one in adapters])
 
 
 def _slots(part: str, model: ModelConfig, local_shape: tuple[int, ...]) -> Slots | None:

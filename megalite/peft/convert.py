@@ -1,7 +1,7 @@
 """Adapters between megalite's parameters and PEFT's tensors.
 
 Key idea: both sides are dictionaries of whole tensors, ours by global names in logical shapes; so nothing here knows of
-layouts. An adapter beside a part of a fused weight is told as adapters beside the Hugging Face layers that it covers:
+layouts. An adapter beside a part of a fused weight is stored as adapters beside the Hugging Face layers that it covers:
 where one covers several, each gets its own copy of A; where several share one, their ranks add up.
 """
 
@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from functools import partial
+from operator import getitem
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import HEAD, Architecture
 from megalite.checkpoint.huggingface.config import describe_network
+from megalite.config.errors import listed
 from megalite.config.schema import ModelConfig
 from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.param_spec import Shape
@@ -36,7 +38,6 @@ from megalite.peft.modules import (
 from megalite.peft.virtual import prefix_from_network
 
 PROMPT = "embedding.prompt.weight"
-_SHOWN = 4
 
 Values = dict[str, Tensor]
 
@@ -92,7 +93,7 @@ def _lora_to_peft(
 ) -> tuple[dict[str, Any], Values]:
     layers = hf_linears(architecture_of(model, vocab_size), model)
     tensors: Values = {}
-    told: dict[str, Scale] = {}
+    written: dict[str, Scale] = {}
     for layer in layers:
         parts = [part for part in scales if overlap(part, layer, model)]
         if not parts:
@@ -100,7 +101,7 @@ def _lora_to_peft(
         factors = {scales[part].factor for part in parts}
         if len(factors) > 1:
             raise CheckpointError(f"{layer.suffix} can't have adapters of different scales: {sorted(factors)}")
-        told[layer.suffix] = Scale(sum(scales[part].rank for part in parts), factors.pop())
+        written[layer.suffix] = Scale(sum(scales[part].rank for part in parts), factors.pop())
         for number in range(model.num_layers or 0):
             name = PREFIX + layer.name.replace("{n}", str(number))
             tensors[f"{name}.lora_A.weight"] = torch.cat([values[lora_name(number, part, "a")] for part in parts])
@@ -112,8 +113,8 @@ def _lora_to_peft(
         "use_rslora": peft.use_rslora,
         "bias": "none",
         "fan_in_fan_out": any(layer.transposed for layer in layers),
-        "target_modules": _short_names(told, layers),
-        **_ranks(told, peft),
+        "target_modules": _short_names(written, layers),
+        **_ranks(written, peft),
     }
     return config, tensors
 
@@ -126,21 +127,21 @@ def _stored_b(b: Tensor, part: str, layer: HFLinear, model: ModelConfig) -> Tens
     return layer.matrix(b.shape[-1]).extract(whole)
 
 
-def _short_names(told: Mapping[str, Scale], layers: list[HFLinear]) -> list[str]:
+def _short_names(written: Mapping[str, Scale], layers: list[HFLinear]) -> list[str]:
     """Names for `target_modules`: the last word where it means these layers and no others."""
-    others = {layer.suffix.rpartition(".")[2] for layer in layers if layer.suffix not in told}
-    return sorted({word if (word := s.rpartition(".")[2]) not in others else s for s in told})
+    others = {layer.suffix.rpartition(".")[2] for layer in layers if layer.suffix not in written}
+    return sorted({word if (word := s.rpartition(".")[2]) not in others else s for s in written})
 
 
-def _ranks(told: Mapping[str, Scale], peft: PeftConfig) -> dict[str, Any]:
+def _ranks(written: Mapping[str, Scale], peft: PeftConfig) -> dict[str, Any]:
     """`r` and `lora_alpha`, and the layers where they are others."""
 
     def alpha(scale: Scale) -> float:
         value = scale.factor * (math.sqrt(scale.rank) if peft.use_rslora else scale.rank)
         return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
 
-    usual = min(told.values(), key=lambda scale: scale.rank)
-    others = {name: scale for name, scale in told.items() if scale != usual}
+    usual = min(written.values(), key=lambda scale: scale.rank)
+    others = {name: scale for name, scale in written.items() if scale != usual}
     return {
         "r": usual.rank,
         "lora_alpha": alpha(usual),
@@ -168,12 +169,9 @@ def _prefix_vectors(values: Mapping[str, Tensor], number: int) -> Tensor:
     """Keys and values [groups, 2, n, d] of one layer."""
     if prefix_name(number) in values:
         return values[prefix_name(number)]
-
-    def get(name: str) -> Tensor:
-        return values[prefix_name(number, name)]
-
-    inner, outer = (get("inner_weight"), get("inner_bias")), (get("outer_weight"), get("outer_bias"))
-    return prefix_from_network(get("embedding"), inner, outer)
+    names = ("embedding", "inner_weight", "inner_bias", "outer_weight", "outer_bias")
+    embedding, *layers = (values[prefix_name(number, name)] for name in names)
+    return prefix_from_network(embedding, (layers[0], layers[1]), (layers[2], layers[3]))
 
 
 def from_peft(
@@ -200,9 +198,8 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
     problems: list[str] = []
     pairs = adapter.pairs()
     for module, (a, b) in pairs.items():
-        template = re.sub(r"\.(\d+)\.", ".{n}.", module, count=1)
         number = re.search(r"\.(\d+)\.", module)
-        layer = layers.get(template)
+        layer = layers.get(re.sub(r"\.(\d+)\.", ".{n}.", module, count=1))
         if layer is None or number is None or int(number[1]) >= (model.num_layers or 0):
             problems.append(f"{module}: this model has no such linear layer")
             continue
@@ -214,37 +211,31 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
         scale = Scale(rank, adapter.factor(module, rank))
         if scales.setdefault(part, scale) != scale:
             problems.append(f"{module}: its rank or scale differs from that in other layers")
-        rows = layer.matrix(rank)
         values[lora_name(int(number[1]), part, "a")] = a
-        values[lora_name(int(number[1]), part, "b")] = rows.read(
-            [(s.start, s.stop) for s in rows.slices], partial(_sliced, b)
-        )
+        values[lora_name(int(number[1]), part, "b")] = layer.matrix(rank).read_all(partial(getitem, b))
     names = [lora_name(n, part, "a") for part in scales for n in range(model.num_layers or 0)]
     if not problems and not names:
         problems.append("it has no LoRA matrices")
     _refuse(adapter, problems)
     if set(names) - values.keys():
-        _refuse(
-            adapter,
-            ["layers_to_transform, or targets in single layers"],
-            "is not supported: it covers only some of the layers",
-        )
-    _refuse(adapter, _untold(adapter, pairs, layers, model), "doesn't match its adapter_config.json")
+        what = "is not supported: it covers only some of the layers"
+        _refuse(adapter, ["layers_to_transform, or targets in single layers"], what)
+    _refuse(adapter, _mismatches(adapter, pairs, layers, model), "doesn't match its adapter_config.json")
     ordered = {part: scales[part] for part in LINEAR_OF if part in scales}
     return values, ordered
 
 
-def _untold(
+def _mismatches(
     adapter: Adapter, pairs: Mapping[str, Any], layers: Mapping[str, HFLinear], model: ModelConfig
 ) -> list[str]:
     """Where the matrices that are there aren't those that `target_modules` means for this model."""
     names = [name.replace("{n}", str(number)) for name in layers for number in range(model.num_layers or 0)]
+    without = [name for name in names if name not in pairs and adapter.targets(name)]
+    others = [name for name in pairs if adapter.targets(name) is False]
     return [
-        *(f"{name}: in target_modules, but it has no matrices" for name in names
-          if name not in pairs and adapter.targets(name)),
-        *(f"{name}: it has matrices, but isn't in target_modules" for name in pairs
-          if adapter.targets(name) is False),
-    ]  # fmt: skip
+        *(f"{name}: in target_modules, but it has no matrices" for name in without),
+        *(f"{name}: it has matrices, but isn't in target_modules" for name in others),
+    ]
 
 
 def _check_head(adapter: Adapter, model: ModelConfig, classes: int | None) -> None:
@@ -258,10 +249,6 @@ def _check_head(adapter: Adapter, model: ModelConfig, classes: int | None) -> No
             f"{where}: its head is of shape {list(head.shape)}, this model's "
             f"[{classes or 'classes'}, {model.hidden_size}]"
         )
-
-
-def _sliced(tensor: Tensor, slices: tuple[slice, ...]) -> Tensor:
-    return tensor[slices]
 
 
 def _virtual_from_peft(adapter: Adapter, model: ModelConfig) -> Values:
@@ -279,8 +266,5 @@ def _virtual_from_peft(adapter: Adapter, model: ModelConfig) -> Values:
 
 
 def _refuse(adapter: Adapter, problems: list[str], what: str = "is an adapter for another model") -> None:
-    if not problems:
-        return
-    more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-    lines = "".join(f"\n  {line}" for line in [*problems[:_SHOWN], *more])
-    raise CheckpointError(f"{adapter.where / WEIGHTS_FILE} {what}:{lines}")
+    if problems:
+        raise CheckpointError(f"{adapter.where / WEIGHTS_FILE} {what}:{listed(problems, shown=4)}")

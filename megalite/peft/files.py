@@ -7,7 +7,6 @@ files before anything is built. What megalite can't do is refused by the name th
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -21,11 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.errors import CheckpointError, naming
 from megalite.checkpoint.huggingface.architecture import CLASSIFIER
 from megalite.checkpoint.huggingface.classes import labels_json, read_classes
 from megalite.checkpoint.huggingface.hub import published_name
-from megalite.checkpoint.huggingface.travel import TOKENIZER_FILES
+from megalite.checkpoint.huggingface.travel import TOKENIZER_FILES, to_json, write_small_files
 from megalite.checkpoint.storage import ADAPTER_FILE as CONFIG_FILE
 from megalite.checkpoint.storage import read_json, refuse_other_kind
 from megalite.config.check_peft import contradiction
@@ -61,8 +60,16 @@ _TABLES = ("lm_head", "embed_tokens", "wte")  # what architectures call them
 _LONGEST = 1000  # characters of a pattern
 _SECONDS = 5.0  # for all patterns: thousands of times what those of real adapters take
 _KNOWN = frozenset((_HONOURED + _INERT).split())
-# How the matrices started. The other ways (pissa, olora, ...) change the model's own weights too.
-_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "bias": ((None, "none"), "only none is"),
+    "init_lora_weights": (  # how the matrices started: pissa, olora and others are no start beside a frozen model
+        (None, True, False, "gaussian", "eva", "orthogonal"),
+        "it changes the model's own weights too; convert the adapter with PEFT's save_pretrained",
+    ),
+    "num_transformer_submodules": ((None, 1), "it must be 1, as in a decoder"),
+    "use_rslora": ((None, False, True), "it must be true or false"),
+}
+"""The values of a setting that are supported, and why no others are."""
 
 
 class Patterns:
@@ -143,11 +150,11 @@ class Adapter:
             a, b = pair.get("A"), pair.get("B")
             if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
                 raise CheckpointError(f"{self.where / WEIGHTS_FILE}: {name} needs matrices A and B of the same rank")
-            told = self._by_pattern("rank_pattern", name, "r")
-            if a.shape[0] != told:
+            rank = self._by_pattern("rank_pattern", name, "r")
+            if a.shape[0] != rank:
                 raise CheckpointError(
                     f"{self.where / WEIGHTS_FILE}: {name} has matrices of rank {a.shape[0]}, but {CONFIG_FILE} says "
-                    f"{told:g}"
+                    f"{rank:g}"
                 )
         return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
 
@@ -177,15 +184,12 @@ class Adapter:
 
 def read_adapter(directory: str | Path) -> Adapter:
     """An adapter's folder. A `CheckpointError` says which file is missing or damaged, or what is not supported."""
-    where = together(Path(directory))
-    config = _read_config(where)
+    where, config = _read_config(directory)
     path = where / WEIGHTS_FILE
     if not path.exists() and (where / _PICKLED).exists():
         raise CheckpointError(f"{where / _PICKLED} is a pickle, which megalite never reads: save it as {WEIGHTS_FILE}")
-    try:
+    with naming(path, SafetensorError):
         tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: {reason(error)}") from error
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise CheckpointError(
@@ -196,7 +200,9 @@ def read_adapter(directory: str | Path) -> Adapter:
     return Adapter(where, KINDS[config["peft_type"]], config, tensors, Patterns(where / CONFIG_FILE))
 
 
-def _read_config(where: Path) -> dict[str, Any]:
+def _read_config(directory: str | Path) -> tuple[Path, dict[str, Any]]:
+    """Where the adapter's files lie whole, and its configuration."""
+    where = together(Path(directory))
     path = where / CONFIG_FILE
     refuse_other_kind(where, "--adapter")
     if not path.is_file():
@@ -208,24 +214,16 @@ def _read_config(where: Path) -> dict[str, Any]:
     for name in sorted(config.keys() - _KNOWN):
         if config[name]:
             raise CheckpointError(f"{path}: {name} {config[name]!r} is not supported")
-    if config.get("bias") not in (None, "none"):
-        raise CheckpointError(f"{path}: bias {config['bias']!r} is not supported; only none is")
+    for name, (values, why) in _SUPPORTED.items():
+        if config.get(name) not in values:
+            raise CheckpointError(f"{path}: {name} {config[name]!r} is not supported: {why}")
     saved = config.get("modules_to_save") or []
     if not isinstance(saved, list) or any(name not in _HEADS for name in saved):
         raise CheckpointError(
             f"{path}: modules_to_save {saved!r} is not supported; only ['score'], a classifier's head, is"
         )
-    if config.get("init_lora_weights") not in _STARTS:
-        raise CheckpointError(
-            f"{path}: init_lora_weights {config['init_lora_weights']!r} is not supported: it changes the model's own "
-            "weights too; convert the adapter with PEFT's save_pretrained"
-        )
-    if config.get("num_transformer_submodules") not in (None, 1):
-        raise CheckpointError(f"{path}: num_transformer_submodules must be 1, as in a decoder")
-    if config.get("use_rslora") not in (None, False, True):
-        raise CheckpointError(f"{path}: use_rslora must be true or false, not {config['use_rslora']!r}")
     _check_names(config, path)
-    return config
+    return where, config
 
 
 def _check_names(config: Mapping[str, Any], path: Path) -> None:
@@ -269,11 +267,10 @@ def _whole(config: Mapping[str, Any], name: str, path: Path) -> int:
     return int(value)
 
 
-def told_by(directory: str | Path) -> dict[str, Any]:
+def adapter_settings(directory: str | Path) -> dict[str, Any]:
     """The fields of `PeftConfig` that an adapter's folder decides. Raises as `read_adapter`."""
-    where = together(Path(directory))
-    config, path = _read_config(where), where / CONFIG_FILE
-    kind = KINDS[config["peft_type"]]
+    where, config = _read_config(directory)
+    path, kind = where / CONFIG_FILE, KINDS[config["peft_type"]]
     if kind != "lora":
         return {"peft": kind, "num_virtual_tokens": _whole(config, "num_virtual_tokens", path)}
     return {
@@ -284,9 +281,24 @@ def told_by(directory: str | Path) -> dict[str, Any]:
     }
 
 
+def with_adapter_settings(peft: PeftConfig) -> PeftConfig:
+    """`peft` with what the folder of `--load-adapter` says; itself where none is given.
+
+    A `FlagError` where a field has neither its default nor what the folder says.
+    """
+    if peft.load_adapter is None:
+        return peft
+    settings, default = adapter_settings(peft.load_adapter), PeftConfig()
+    for name, value in settings.items():
+        given = getattr(peft, name)
+        if given not in (getattr(default, name), value):
+            raise FlagError(contradiction(f"--{name.replace('_', '-')} {given}", peft.load_adapter, value))
+    return replace(peft, **settings)
+
+
 def base_note(directory: str | Path, model: str) -> str | None:
     """One line where an adapter's folder names another model than `model` as the one that it was trained beside."""
-    name = _read_config(together(Path(directory))).get("base_model_name_or_path")
+    name = _read_config(directory)[1].get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         return None
     trained, here = published_name(name), published_name(model)
@@ -296,21 +308,6 @@ def base_note(directory: str | Path, model: str) -> str | None:
         f"warning: the adapter {directory} was trained for {trained}, but is used with {here}: unless both are one "
         "model, answers will be wrong"
     )
-
-
-def settle(peft: PeftConfig) -> PeftConfig:
-    """`peft` with what the folder of `--load-adapter` says; itself where none is given.
-
-    A `FlagError` where a field has neither its default nor what the folder says.
-    """
-    if peft.load_adapter is None:
-        return peft
-    told, default = told_by(peft.load_adapter), PeftConfig()
-    for name, value in told.items():
-        given = getattr(peft, name)
-        if given not in (getattr(default, name), value):
-            raise FlagError(contradiction(f"--{name.replace('_', '-')} {given}", peft.load_adapter, value))
-    return replace(peft, **told)
 
 
 def read_class_names(directory: str | Path) -> tuple[str, ...] | None:
@@ -334,19 +331,13 @@ def write_adapter(
     several templates only the main one is kept there.
     """
     where = Path(directory)
+    files = {name: content for name, content in (beside or {}).items() if name in TOKENIZER_FILES}
+    if class_names is not None:
+        files[CLASSES_FILE] = to_json(labels_json(class_names))
+    files[WEIGHTS_FILE] = save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt"})
+    files[CONFIG_FILE] = to_json(config)
     try:
         with replacing_together(where, _WRITTEN) as folder:
-            if class_names is not None:
-                _write_json(folder / CLASSES_FILE, labels_json(class_names))
-            content = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            for name, small in (beside or {}).items():
-                if name in TOKENIZER_FILES:
-                    (folder / name).write_bytes(small)
-            (folder / WEIGHTS_FILE).write_bytes(save(content, {"format": "pt"}))
-            _write_json(folder / CONFIG_FILE, config)
+            write_small_files(folder, files)
     except OSError as error:
         raise UserError(f"cannot write {where}: {error.strerror or error}") from None
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

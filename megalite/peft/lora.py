@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalite.distributed import random
 from megalite.distributed.collectives import reduce_from_group
-from megalite.distributed.param_spec import ZEROS, Box, Init, ParamSpec, cut, replicated
+from megalite.distributed.param_spec import ZEROS, Init, ParamSpec, cut, replicated
 from megalite.nn.dropout import dropout
 from megalite.nn.gradients import sink_of
 from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
@@ -51,30 +51,24 @@ class LowRank:
 
 def rows_spec(weight: ParamSpec, slots: Slots | None, rank: int) -> ParamSpec:
     """Of B [..., rank] for a weight [..., in], or for the `slots` of it."""
-    shape, local = (*weight.shape[:-1], rank), (*weight.local_shape[:-1], rank)
-    boxes = [_narrowed(box, rank) for box in weight.boxes]
-    if slots is None:
-        return ParamSpec(shape, local, tuple(boxes), ZEROS)
+    slots = slots or Slots(0, (0, weight.shape[0]), (0, weight.local_shape[0]))
     dim, (low, high), (first, last) = slots.dim, slots.logical, slots.local
-    inside = []
-    for box in boxes:
+    boxes = []
+    for box in weight.boxes:
         start = max(box.global_start[dim], low)
         count = min(box.global_start[dim] + box.shape[dim], high) - start
         if count > 0:
             here = box.local_start[dim] + start - box.global_start[dim]
-            inside.append(
+            boxes.append(
                 replace(
                     box,
                     global_start=_with(box.global_start, dim, start - low),
                     local_start=_with(box.local_start, dim, here - first),
-                    shape=_with(box.shape, dim, count),
+                    shape=(*_with(box.shape, dim, count)[:-1], rank),
                 )
             )
-    return ParamSpec(_with(shape, dim, high - low), _with(local, dim, last - first), tuple(inside), ZEROS)
-
-
-def _narrowed(box: Box, rank: int) -> Box:
-    return replace(box, shape=_with(box.shape, len(box.shape) - 1, rank))
+    shape, local = _with(weight.shape, dim, high - low), _with(weight.local_shape, dim, last - first)
+    return ParamSpec((*shape[:-1], rank), (*local[:-1], rank), tuple(boxes), ZEROS)
 
 
 def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
@@ -118,9 +112,9 @@ def _assemble(shape: tuple[int, ...], places: Sequence[Place], factors: Sequence
 class _Pair(ShardedModule):
     """A [rank, in] and B [..., rank]."""
 
-    def __init__(self, build: Build, how: LowRank, a: ParamSpec, b: ParamSpec):
+    def __init__(self, build: Build, settings: LowRank, a: ParamSpec, b: ParamSpec):
         super().__init__()
-        self.how, self.gradients = how, build.weight_gradients
+        self.settings, self.gradients = settings, build.weight_gradients
         self.a = self.add_parameter("a", a, build)
         self.b = self.add_parameter("b", b, build)
 
@@ -128,12 +122,12 @@ class _Pair(ShardedModule):
         """A dropout(`x`). `tokens`: which of the sequence `x` [s, b, columns] holds; its columns begin at `first` of
         `width`."""
         keys = None if info is None else info.dropout_keys
-        if keys is not None and self.how.drop:
+        if keys is not None and self.settings.drop:
             assert tokens is not None
             columns = first + torch.arange(x.shape[-1], device=x.device)
             index = (tokens[:, None] * width + columns)[:, None, :]
-            key = random.fold(keys, self.how.layer, f"lora {self.how.part}")
-            x = dropout(x, self.how.drop, key[None, :, None], index)
+            key = random.fold(keys, self.settings.layer, f"lora {self.settings.part}")
+            x = dropout(x, self.settings.drop, key[None, :, None], index)
         return linear(x, self.a, gradients=self.gradients)
 
 
@@ -144,21 +138,21 @@ class ColumnLora(ShardedModule):
         super().__init__()
         weight = base.param_specs["weight"]
         self.group, self.gather, self.gradients = base.group, base.gather, build.weight_gradients
-        self.inputs, self.rank = weight.shape[-1], sum(how.rank for how, _ in adapters)
+        self.inputs, self.rank = weight.shape[-1], sum(settings.rank for settings, _ in adapters)
         self.shape = (*weight.local_shape[:-1], self.rank)  # of all B together
-        self.drops = any(how.drop for how, _ in adapters)
+        self.drops = any(settings.drop for settings, _ in adapters)
         self.rows: list[Place] = []  # where each A and each B is among them all
         self.columns: list[Place] = []
         place, end = build.place(), 0
-        for how, slots in adapters:
-            shape = (how.rank, self.inputs)
+        for settings, slots in adapters:
+            shape = (settings.rank, self.inputs)
             boxes = replicated(shape, place, partial=base.gather)
             a = ParamSpec(shape, shape, boxes, first_matrix(self.inputs))
-            self.add_module(how.part, _Pair(build, how, a, rows_spec(weight, slots, how.rank)))
-            mine, end = slice(end, end + how.rank), end + how.rank
+            self.add_module(settings.part, _Pair(build, settings, a, rows_spec(weight, slots, settings.rank)))
+            mine, end = slice(end, end + settings.rank), end + settings.rank
             outputs = () if slots is None else (*[slice(None)] * slots.dim, slice(*slots.local))
             self.rows.append(((mine,), 1.0))
-            self.columns.append(((*outputs, ..., mine), how.scale))
+            self.columns.append(((*outputs, ..., mine), settings.scale))
 
     def forward(self, y: Tensor, x: Tensor, info: SequenceInfo | None) -> Tensor:
         """`y` [s, b, local outputs], to which is added in place; `x` as for the layer."""
@@ -176,26 +170,26 @@ class ColumnLora(ShardedModule):
 class RowLora(ShardedModule):
     """The adapter beside a `RowParallelLinear`."""
 
-    def __init__(self, build: Build, base: RowParallelLinear, how: LowRank):
+    def __init__(self, build: Build, base: RowParallelLinear, settings: LowRank):
         super().__init__()
         outputs, self.inputs = base.param_specs["weight"].shape
-        self.group, self.scatter, self.how = base.group, base.scatter, how
+        self.group, self.scatter, self.settings = base.group, base.scatter, settings
         place = build.place()
-        shape = (how.rank, self.inputs)
-        a = ParamSpec(shape, (how.rank, self.inputs // place.tp), cut(shape, 1, place), first_matrix(self.inputs))
-        whole = (outputs, how.rank)
+        shape = (settings.rank, self.inputs)
+        a = ParamSpec(shape, (settings.rank, self.inputs // place.tp), cut(shape, 1, place), first_matrix(self.inputs))
+        whole = (outputs, settings.rank)
         b = ParamSpec(whole, whole, replicated(whole, place, partial=base.scatter), ZEROS)
-        self.add_module(how.part, _Pair(build, how, a, b))
+        self.add_module(settings.part, _Pair(build, settings, a, b))
 
     def forward(self, y: Tensor, x: Tensor, info: SequenceInfo | None) -> Tensor:
         """`y` [s, b, out], to which is added in place, with sequence parallelism this rank's part of s; `x` [s, b,
         in / tp]."""
-        pair = self.get_submodule(self.how.part)
+        pair = self.get_submodule(self.settings.part)
         assert isinstance(pair, _Pair)
         tokens = None if info is None else info.token_index
         if self.scatter:  # within the layer the sequence is whole
             tokens = torch.arange(x.shape[0], device=x.device)
         narrow = pair.down(x, info, tokens, self.group.rank * x.shape[-1], self.inputs)
         narrow = reduce_from_group(narrow, self.group, sequence_parallel=self.scatter)
-        b = _assemble(tuple(pair.b.shape), [((...,), self.how.scale)], [pair.b])
+        b = _assemble(tuple(pair.b.shape), [((...,), self.settings.scale)], [pair.b])
         return linear(narrow, b, onto=y)

@@ -1,20 +1,20 @@
 """LoRA added into the weights of a Hugging Face folder.
 
 Key idea: sum and product are taken in fp32 and cast once to the weight's own format; so the only error is that one
-rounding, and it is measured. Memory holds one file of the folder. A classifier's head takes the place of the output
-over the vocabulary, in the files and in `config.json`.
+rounding, and it is measured. Memory holds one weight at a time. A classifier's head takes the place of the output over
+the vocabulary, in the files and in `config.json`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
@@ -25,17 +25,18 @@ from megalite.checkpoint.huggingface.classes import (
     with_number_format,
 )
 from megalite.checkpoint.huggingface.config import HuggingFaceModel, read_huggingface_config
-from megalite.checkpoint.huggingface.files import INDEX_FILE, SINGLE_FILE, TensorFiles, new_folder, write_index
+from megalite.checkpoint.huggingface.files import Entry, TensorFiles, check_absent, new_folder, write_weights
 from megalite.checkpoint.huggingface.travel import (
     GENERATION_FILE,
     find_tokenizer,
     laid_over,
     read_small_files,
     to_json,
+    token_ids,
     tokenizer_of,
     write_small_files,
 )
-from megalite.checkpoint.huggingface.weights import OUTPUT
+from megalite.checkpoint.huggingface.weights import FLOATING, OUTPUT
 from megalite.checkpoint.storage import CONFIG_FILE, read_json
 from megalite.config.schema_finetune import unnamed_classes
 from megalite.peft.convert import from_peft
@@ -103,6 +104,7 @@ class _Merge:
         from_peft(added, self.found.model, self.found.vocab_size, classes)  # refuses one of another model
         self.names = () if self.head is None else _class_names(added, self.head, self.found.classes)
         self.changes = self._changes()
+        self.dtype = self._format(next(iter(self.changes)))  # of a head too, as transformers has it
 
     def _changes(self) -> dict[str, _Change]:
         """By the name of the stored weight."""
@@ -113,72 +115,66 @@ class _Merge:
             name = f"{module.removeprefix(architecture.prefix) if self.bare else module}.weight"
             there = stored.get(name)
             shape = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
-            if there is None or there.dtype is None or there.shape != shape:
+            if there is None or there.dtype not in FLOATING or there.shape != shape:
                 raise CheckpointError(f"{self.source} has no floating-point weight {name} of shape {list(shape)}")
             changes[name] = _Change(a, b, self.added.factor(module, a.shape[0]), transposed)
         return changes
 
     def write(self, target: Path) -> list[str]:
         """Into an empty folder; lines for the user."""
-        places: dict[str, str] = {}
-        nbytes = 0
-        for file, names in self._names_by_file().items():
-            content = {self._new_name(name): self._value(name) for name in names}
-            save_file(content, target / file, metadata={"format": "pt"})
-            places |= dict.fromkeys(content, file)
-            nbytes += sum(tensor.nbytes for tensor in content.values())
+        write_weights(target, {file: [*map(self._entry, names)] for file, names in self._names_by_file().items()})
         write_small_files(target, laid_over(read_small_files(self.source), read_small_files(self.added.where)))
-        if not (self.source / SINGLE_FILE).exists():
-            write_index(target, places, nbytes)
         return [str(self.rounding), *self.found.notes, *self._write_config(target)]
 
-    def _names_by_file(self) -> Mapping[str, list[str]]:
+    def _names_by_file(self) -> dict[str, list[str]]:
         """The stored tensors that go on, and the head in the place of the output."""
-        result: dict[str, list[str]] = {SINGLE_FILE: list(self.files.stored)}
-        if not (self.source / SINGLE_FILE).exists():
-            result = {}
-            for name, file in read_json(self.source / INDEX_FILE)["weight_map"].items():
-                result.setdefault(file, []).append(name)
-        if self.head is None:
-            return result
         (output,) = self.found.architecture.parts(OUTPUT, ())
-        given_up = (output.name, _HEAD)
-        place = next((file for file, names in result.items() if any(name in given_up for name in names)), None)
-        kept = {file: [name for name in names if name not in given_up] for file, names in result.items()}
-        kept[place or next(reversed(kept))].append(_HEAD)
-        return kept
+        replaced = () if self.head is None else (output.name, _HEAD)
+        result: dict[str, list[str]] = {}
+        place = None
+        for name, file in self.files.file_of.items():
+            names = result.setdefault(file, [])
+            if name in replaced:
+                place = place or file
+            else:
+                names.append(name)
+        if self.head is not None:
+            result[place or next(reversed(result))].append(_HEAD)
+        return result
 
-    def _new_name(self, name: str) -> str:
-        """Beside a head, names have their prefix."""
-        if self.head is None or name == _HEAD or not self.bare:
-            return name
-        return f"{self.found.architecture.prefix}{name}"
+    def _entry(self, name: str) -> Entry:
+        """What becomes of a stored tensor, or the head. Beside a head, names have their prefix."""
+        if self.head is not None and name == _HEAD:
+            return Entry(name, tuple(self.head.shape), self.dtype, partial(self.head.to, self.dtype))
+        prefix = self.found.architecture.prefix if self.head is not None and self.bare else ""
+        return Entry(f"{prefix}{name}", self.files.stored[name].shape, self._format(name), partial(self._value, name))
+
+    def _format(self, name: str) -> torch.dtype:
+        dtype = self.files.stored[name].dtype
+        if dtype is None:
+            raise CheckpointError(f"{self.source}: the number format of {name} is not supported")
+        return dtype
 
     def _value(self, name: str) -> Tensor:
-        if self.head is not None and name == _HEAD:
-            weight = next(iter(self.changes))  # in the format of the others, as transformers writes it
-            return self.head.to(self.files.stored[weight].dtype).contiguous()
         tensor = self.files.read(name, tuple(slice(0, size) for size in self.files.stored[name].shape))
         return _merged(tensor, self.changes[name], self.rounding) if name in self.changes else tensor
 
     def _write_config(self, target: Path) -> list[str]:
         """`config.json`, with the ends of a text that the adapter's folder names; lines for the user."""
         found, values = self.found, read_json(self.source / CONFIG_FILE)
-        weight = next(iter(self.changes))
-        values = with_number_format(values, str(self.files.stored[weight].dtype).removeprefix("torch."))
+        values = with_number_format(values, str(self.dtype).removeprefix("torch."))
         beside = self.added.where / GENERATION_FILE
-        told = read_json(beside) if beside.is_file() else {}
-        values |= {name: value for name, value in told.items() if name.endswith("_token_id")}
-        if self.head is None:
-            (target / CONFIG_FILE).write_bytes(to_json(values))
-            return []
-        given = tokenizer_of(target, found.vocab_size)
-        # Without its files the tokenizer that was used is unknown, and may end texts with any id: none is guessed.
-        tokenizer = None if given.tokenizer_type == "NullTokenizer" else find_tokenizer(given)
-        padding = padding_id(tokenizer, values.get("pad_token_id"), found.vocab_size)
-        values = classifier_json(values, found.architecture, self.names, padding)
+        values |= token_ids(read_json(beside) if beside.is_file() else {})
+        notes = []
+        if self.head is not None:
+            given = tokenizer_of(target, found.vocab_size)
+            # Without its files the tokenizer that was used is unknown, and may end texts with any id: none is guessed.
+            tokenizer = None if given.tokenizer_type == "NullTokenizer" else find_tokenizer(given)
+            padding = padding_id(tokenizer, values.get("pad_token_id"), found.vocab_size)
+            values = classifier_json(values, found.architecture, self.names, padding)
+            notes = [f"a classifier: {', '.join(self.names)}", *padding_notes(padding)]
         (target / CONFIG_FILE).write_bytes(to_json(values))
-        return [f"a classifier: {', '.join(self.names)}", *padding_notes(padding)]
+        return notes
 
 
 def merge_adapter(source: Path, adapter: Path, target: Path, ignored: Collection[str] | None = ()) -> list[str]:
@@ -190,8 +186,7 @@ def merge_adapter(source: Path, adapter: Path, target: Path, ignored: Collection
     `read_huggingface_config`. Raises a `CheckpointError`, and nothing of the attempt stays, where a folder is damaged,
     the adapter isn't LoRA or is of another model.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"--hf {target} exists and is not an empty folder: choose a new one")
+    check_absent(target)
     with TensorFiles(source) as files:
         merge = _Merge(source, read_adapter(adapter), files, ignored)
         with new_folder(target) as temporary:
@@ -200,14 +195,14 @@ def merge_adapter(source: Path, adapter: Path, target: Path, ignored: Collection
 
 def _class_names(added: Adapter, head: Tensor, base: tuple[str, ...] | None) -> tuple[str, ...]:
     """Those beside the adapter, else those of the `base` model, else numbers."""
-    count, told = head.shape[0], read_class_names(added.where)
-    if told is not None and len(told) != count:
+    count, names = head.shape[0], read_class_names(added.where)
+    if names is not None and len(names) != count:
         raise CheckpointError(
-            f"{added.where / CLASSES_FILE} names {len(told)} classes ({', '.join(told)}), but the head has {count}"
+            f"{added.where / CLASSES_FILE} names {len(names)} classes ({', '.join(names)}), but the head has {count}"
         )
     if count < 2:
         raise CheckpointError(f"{added.where}: its head has {count} class, but a classifier needs two or more")
-    return told or base or tuple(unnamed_classes(count))
+    return names or base or tuple(unnamed_classes(count))
 
 
 def _merged(weight: Tensor, change: _Change, rounding: Rounding) -> Tensor:

@@ -2,12 +2,12 @@
 
 Key idea: the architecture's table of weights already says which stored tensor is which rectangle of a fused weight. So
 a layer's name, and the order of its outputs, follow from that table, and an adapter beside any part of a fused weight
-can be told as adapters beside the layers that it covers.
+can be stored as adapters beside the layers that it covers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -100,14 +100,10 @@ class HFLinear:
 def hf_linears(architecture: Architecture, model: ModelConfig) -> list[HFLinear]:
     """The linear layers of one layer of the model, in order."""
     return [
-        HFLinear(_weight(part.name), linear, rows, transposed)
+        HFLinear(part.name.removesuffix(".weight"), linear, rows, transposed)
         for linear, shape in linear_shapes(model).items()
         for part, rows, transposed in _rows(architecture, f"decoder.layers.{{n}}.{linear}.weight", shape)
     ]
-
-
-def _weight(name: str) -> str:
-    return name.removesuffix(".weight")
 
 
 def _rows(architecture: Architecture, template: str, shape: Shape) -> Iterator[tuple[Part, Part, bool]]:
@@ -123,24 +119,14 @@ def _rows(architecture: Architecture, template: str, shape: Shape) -> Iterator[t
 
 
 def part_of(layer: HFLinear, model: ModelConfig) -> str:
-    """The target of ours that is exactly this layer."""
-    return next(
-        part
-        for part, linear in LINEAR_OF.items()
-        if linear == layer.linear and output_slices(part, model) == layer.rows.slices and _named(part, layer, model)
-    )
-
-
-def _named(part: str, layer: HFLinear, model: ModelConfig) -> bool:
-    """Of the targets that mean the same outputs, those that this network takes."""
-    if layer.linear == FC1 and not model.swiglu:
-        return part == "up_proj"
-    return True
+    """The target of ours that is exactly this layer; of those that mean the same outputs, the one of this network."""
+    for part, linear in LINEAR_OF.items():
+        fits = linear == layer.linear and output_slices(part, model) == layer.rows.slices
+        if fits and (linear != FC1 or model.swiglu or part == "up_proj"):
+            return part
+    raise AssertionError(f"no target is {layer.name}")
 
 
 def overlap(part: str, layer: HFLinear, model: ModelConfig) -> bool:
     """Whether a target shares outputs with a layer of Hugging Face's."""
-    if LINEAR_OF[part] != layer.linear:
-        return False
-    mine: Sequence[slice] = output_slices(part, model)
-    return layer.rows.overlap(mine) is not None
+    return LINEAR_OF[part] == layer.linear and layer.rows.overlap(output_slices(part, model)) is not None

@@ -25,7 +25,7 @@ from megalite.config.schema import ModelConfig, TokenizerConfig
 from megalite.config.schema_finetune import FinetuneConfig
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece
-from megalite.peft.files import told_by
+from megalite.peft.files import adapter_settings
 
 
 def read_base_model(
@@ -63,7 +63,7 @@ def read_adapter_flags(folder: str) -> dict[str, Any]:
     """The fields of `PeftConfig` that an adapter's folder decides. A FlagError where it can't be read or isn't
     supported."""
     try:
-        return told_by(folder)
+        return adapter_settings(folder)
     except UserError as error:
         raise FlagError(f"--load-adapter: {error}") from None
 

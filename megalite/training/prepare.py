@@ -26,8 +26,8 @@ from megalite.nn.attention import try_kernel
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.optimizer.fused import check_adam_backend
 from megalite.optimizer.schedule import BatchSchedule
-from megalite.peft import check as peft_check
-from megalite.peft.files import base_note, settle
+from megalite.peft.adapter import adapter_problems
+from megalite.peft.files import base_note, with_adapter_settings
 from megalite.training import resume
 from megalite.training.base_model import check_base_weights, read_adapter_flags, read_base_model
 from megalite.training.evaluation import Prompts
@@ -120,7 +120,7 @@ def prepare(
 def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[str] = ()) -> Prepared:
     """The packages' own checks of a resolved configuration. Mistakes are a FlagError."""
     try:
-        config.peft = settle(config.peft)
+        config.peft = with_adapter_settings(config.peft)
         device = choose_device(config.layout.device, environment)
         if config.training.deterministic_mode:
             prepare_determinism(device)
@@ -147,7 +147,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         if config.peft.prompt_init_text is not None and not tokenizer.tokenize(config.peft.prompt_init_text):
             raise FlagError(f"--prompt-init-text {config.peft.prompt_init_text!r} has no tokens: give it some text")
         rows = config.model.model_vocab_size or tokenizer.vocab_size
-        _refuse(peft_check.check(config, rows, backend, device.type))
+        _refuse(adapter_problems(config, rows, backend, device.type))
     except ValueError as error:
         raise FlagError(str(error)) from error
     threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from megalite.checkpoint.planner import Chunk, owned_chunks
 from megalite.checkpoint.shards import write_shards
-from megalite.checkpoint.storage import Retention
+from megalite.checkpoint.storage import CheckpointDirectory, Retention, find_checkpoint
 from megalite.config.schema import RunConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
@@ -144,6 +144,13 @@ def config() -> RunConfig:
     return result
 
 
+def found(root: Path) -> CheckpointDirectory:
+    """The checkpoint of a run's folder."""
+    checkpoint = find_checkpoint(root)
+    assert checkpoint is not None
+    return checkpoint
+
+
 def load(mesh: Mesh, directory: Path) -> list[NamedTensor]:
     """This rank's tensors, loaded."""
     tensors = empty(mesh.layout, mesh.rank)
@@ -159,10 +166,9 @@ def mesh_of(layout: Layout, rank: int) -> Mesh:
 def save_simulated(layout: Layout, directory: Path) -> None:
     """Write the shards that all ranks of a layout would, from this one process."""
     directory.mkdir(parents=True)
-    chunks: dict[str, list[Chunk]] = {}
+    chunks: list[Chunk] = []
     for rank in range(layout.world_size):
-        for key, mine in owned_chunks(pieces_of(filled(layout, rank)), mesh_of(layout, rank)).items():
-            chunks.setdefault(key, []).extend(mine)
+        chunks += owned_chunks(pieces_of(filled(layout, rank)), mesh_of(layout, rank))
     write_shards(directory, chunks, single_process_mesh().world)
 
 

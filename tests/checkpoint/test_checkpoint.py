@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 
@@ -13,30 +12,20 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megalite.checkpoint.checkpoint import load_checkpoint, read_config, read_training_state, save_checkpoint
-from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
 from megalite.checkpoint.metadata import describe, read_index
 from megalite.checkpoint.planner import owned_chunks
-from megalite.checkpoint.storage import find_checkpoint
+from megalite.config.errors import FlagError
 from megalite.config.schema import RunConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
-from megalite.distributed.param_spec import ParamSpec, Place, check_tiling, replicated
+from megalite.distributed.param_spec import ParamSpec, Place, replicated
 from megalite.distributed.pool import ProcessPool
 from tests.checkpoint import logical
 from tests.helpers import NamedTensor, pieces_of
 
 ONE = single_process_mesh()
-LAYOUTS = [
-    Layout(),
-    Layout(tp=2),
-    Layout(tp=4),
-    Layout(tp=8),
-    Layout(pp=2),
-    Layout(pp=4),
-    Layout(dp=3),
-    Layout(tp=2, pp=2, dp=2),
-    Layout(tp=4, pp=2, cp=2),
-]
+LAYOUTS = [Layout(), Layout(tp=2), Layout(tp=8), Layout(pp=4), Layout(dp=3), Layout(tp=4, pp=2, cp=2)]
 
 
 def name_of(layout: Layout) -> str:
@@ -58,24 +47,10 @@ def saved(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-def test_the_specs_of_these_tests_are_sound(layout: Layout) -> None:
-    by_key: dict[str, list[tuple[int, ParamSpec]]] = {}
-    for rank in Layout.group_of(layout, 0, "pp", "tp"):
-        for key, spec in logical.keyed_specs(layout, rank).items():
-            by_key.setdefault(key, []).append((rank, spec))
-    assert [problem for key, ranks in by_key.items() for problem in check_tiling(key, ranks)] == []
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-def test_any_layout_stores_the_logical_tensors_and_one_process_reads_them(layout: Layout, tmp_path: Path) -> None:
-    logical.save_simulated(layout, tmp_path / "shards")
-    logical.check_simulated(Layout(), tmp_path / "shards")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_any_layout_reads_what_another_wrote(layout: Layout, tmp_path: Path) -> None:
-    logical.save_simulated(Layout(tp=4, pp=2, dp=2), tmp_path / "shards")
-    logical.check_simulated(layout, tmp_path / "shards")
+    logical.save_simulated(layout, tmp_path / "shards")
+    for reader in (Layout(), Layout(tp=4, pp=2, dp=2)):
+        logical.check_simulated(reader, tmp_path / "shards")
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=4, pp=2)], ids=name_of)
@@ -94,10 +69,9 @@ def test_replicas_share_the_writing_evenly_and_nothing_is_written_twice(layout: 
     places = set()
     for rank in range(layout.world_size):
         chunks = owned_chunks(pieces_of(logical.filled(layout, rank)), logical.mesh_of(layout, rank))
-        flat = [(key, chunk) for key, mine in chunks.items() for chunk in mine]
-        written[rank] = sum(chunk.view.nbytes for _, chunk in flat)
-        places |= {(key, chunk.start) for key, chunk in flat}
-        assert all(not chunk.view.isnan().any() for _, chunk in flat), "padding"
+        written[rank] = sum(chunk.read().nbytes for chunk in chunks)
+        places |= {(chunk.key, chunk.start) for chunk in chunks}
+        assert all(not chunk.read().isnan().any() for chunk in chunks), "padding"
     sizes = (shape for shape in logical.logical_shapes().items())
     total = sum(torch.Size(shape).numel() * logical.dtype_of(key).itemsize for key, shape in sizes)
     assert sum(written.values()) == total
@@ -107,39 +81,31 @@ def test_replicas_share_the_writing_evenly_and_nothing_is_written_twice(layout: 
         assert max(group) - min(group) <= 131 * logical.HIDDEN * 4
 
 
-def _save(mesh: Mesh, root: Path) -> str:
-    return logical.save(mesh, root, 1).name
-
-
-def _load(mesh: Mesh, directory: Path) -> None:
-    logical.assert_true(logical.load(mesh, directory))
-
-
-def _pass_on(mesh: Mesh, source: Path, root: Path) -> None:
-    tensors = logical.load(mesh, source)
-    logical.assert_true(tensors)
+def _pass_on(mesh: Mesh, source: Path | None, root: Path) -> None:
+    """Save what the layout before left, padding still 7; the first in the row the truth."""
+    tensors = None if source is None else logical.load(mesh, source)
+    logical.assert_true(tensors or [])
     logical.save(mesh, root, 1, tensors)
 
 
 @pytest.mark.parametrize(
     "chain",
     [
-        [Layout(), Layout(tp=2), Layout(tp=4), Layout()],
+        [Layout(tp=4), Layout(tp=2), Layout()],
         [Layout(pp=2), Layout(), Layout(pp=4), Layout(tp=2, pp=2)],
-        [Layout(dp=4), Layout(dp=2), Layout(dp=3), Layout()],
+        [Layout(dp=4), Layout(dp=2), Layout(dp=3)],
     ],
     ids=["tp", "pp", "dp"],
 )
 def test_bits_survive_a_chain_of_layouts(chain: list[Layout], pool: ProcessPool, tmp_path: Path) -> None:
-    pool.run(_save, chain[0].world_size, tmp_path / "0", layout=chain[0])
-    for i, layout in enumerate(chain[1:]):
-        source = find_checkpoint(tmp_path / str(i))
-        assert source is not None
-        pool.run(_pass_on, layout.world_size, source.path, tmp_path / str(i + 1), layout=layout)
-    last = find_checkpoint(tmp_path / str(len(chain) - 1))
-    assert last is not None
-    assert last.note == ""
-    _load(ONE, last.path)
+    source: Path | None = None
+    for i, layout in enumerate(chain):
+        pool.run(_pass_on, layout.world_size, source, tmp_path / str(i), layout=layout)
+        checkpoint = logical.found(tmp_path / str(i))
+        assert checkpoint.note == ""
+        source = checkpoint.path
+    assert source is not None
+    logical.assert_true(logical.load(ONE, source))
 
 
 def test_configuration_and_training_state_come_back_equal(tmp_path: Path) -> None:
@@ -200,16 +166,11 @@ def test_a_parameter_that_requires_a_gradient_is_filled_in_place(saved: Path) ->
     logical.assert_true([(key, tensor.detach(), spec) for key, tensor, spec in tensors])
 
 
-def test_weights_alone_load_without_the_optimizers_state(saved: Path) -> None:
-    weights = [item for item in logical.empty(Layout(), 0) if item[0].startswith("model.")]
-    load_checkpoint(saved, mesh=ONE, pieces=pieces_of(weights))
-    logical.assert_true(weights)
-
-
-def test_a_weight_may_be_read_from_the_optimizers_copy_of_it(saved: Path) -> None:
-    main = [item for item in logical.empty(Layout(), 0) if item[0].startswith("optimizer.main.")]
-    load_checkpoint(saved, mesh=ONE, pieces=pieces_of(main))
-    logical.assert_true(main)
+@pytest.mark.parametrize("prefix", ["model.", "optimizer.main."])
+def test_weights_alone_or_the_optimizers_copy_of_them_can_be_read(prefix: str, saved: Path) -> None:
+    wanted = [item for item in logical.empty(Layout(), 0) if item[0].startswith(prefix)]
+    load_checkpoint(saved, mesh=ONE, pieces=pieces_of(wanted))
+    logical.assert_true(wanted)
 
 
 def test_optimizer_state_that_was_not_saved_is_named_with_the_flag_that_does_without(tmp_path: Path) -> None:
@@ -219,10 +180,29 @@ def test_optimizer_state_that_was_not_saved_is_named_with_the_flag_that_does_wit
         load_checkpoint(path, mesh=ONE, pieces=pieces_of(logical.empty(Layout(), 0)))
 
 
-def test_a_key_that_the_checkpoint_lacks_is_named(saved: Path) -> None:
-    more = [*logical.empty(Layout(), 0), entry("model.layers.4.norm.weight", torch.zeros(6))]
-    with pytest.raises(CheckpointError, match=r"lacks\n  model\.layers\.4\.norm\.weight\n.*--num-layers 4"):
-        load_checkpoint(saved, mesh=ONE, pieces=pieces_of(more))
+@pytest.mark.parametrize(
+    ("key", "shape", "message"),
+    [
+        ("model.layers.4.norm.weight", (6,), r"lacks\n  model\.layers\.4\.norm\.weight\n.*--num-layers 4"),
+        (
+            "model.layers.0.norm.weight",
+            (8,),
+            r"layers\.0\.norm\.weight: \(6,\) in the checkpoint, \(8,\) in the run(.|\n)*cause.*--hidden-size 6",
+        ),
+        (
+            "model.embedding.weight",
+            (140, logical.HIDDEN),
+            r"\(131, 6\) in the checkpoint, \(140, 6\) in the run(.|\n)*cause: another tokenizer or --vocab-size",
+        ),
+    ],
+    ids=["missing", "shape", "vocabulary"],
+)
+def test_what_the_checkpoint_lacks_or_has_in_another_shape_is_named_with_the_likely_flag(
+    key: str, shape: tuple[int, ...], message: str, saved: Path
+) -> None:
+    tensors = [item for item in logical.empty(Layout(), 0) if item[0] != key]
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(saved, mesh=ONE, pieces=pieces_of([*tensors, entry(key, torch.zeros(shape))]))
 
 
 def test_parameters_that_nobody_wants_are_named_unless_asked(saved: Path) -> None:
@@ -233,22 +213,6 @@ def test_parameters_that_nobody_wants_are_named_unless_asked(saved: Path) -> Non
     logical.assert_true(fewer)
 
 
-def test_another_shape_is_refused_with_both_shapes_and_the_likely_flag(saved: Path) -> None:
-    tensors = [item for item in logical.empty(Layout(), 0) if not item[0].endswith("layers.0.norm.weight")]
-    wrong = entry("model.layers.0.norm.weight", torch.zeros(8))
-    message = r"layers\.0\.norm\.weight: \(6,\) in the checkpoint, \(8,\) in the run(.|\n)*cause.*--hidden-size 6"
-    with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(saved, mesh=ONE, pieces=pieces_of([*tensors, wrong]))
-
-
-def test_another_vocabulary_is_named_as_the_likely_cause(saved: Path) -> None:
-    tensors = [item for item in logical.empty(Layout(), 0) if item[0] != "model.embedding.weight"]
-    wrong = entry("model.embedding.weight", torch.zeros(140, logical.HIDDEN))
-    message = r"\(131, 6\) in the checkpoint, \(140, 6\) in the run(.|\n)*cause: another tokenizer or --vocab-size"
-    with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(saved, mesh=ONE, pieces=pieces_of([*tensors, wrong]))
-
-
 def test_long_lists_of_keys_are_cut_short(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="and 10 more"):
         load_checkpoint(saved, mesh=ONE, pieces=pieces_of(logical.empty(Layout(), 0)[:0]))
@@ -257,7 +221,7 @@ def test_long_lists_of_keys_are_cut_short(saved: Path) -> None:
 def test_boxes_that_leave_a_gap_are_never_saved(tmp_path: Path) -> None:
     key, tensor, spec = entry("model.w", torch.ones(4))
     box = dataclasses.replace(spec.boxes[0], shape=(3,))
-    with pytest.raises(RuntimeError, match="model.w: 1 chunks hold 3 of 4 elements"):
+    with pytest.raises(CheckpointError, match="not saved: model.w: 1 chunks hold 3 of 4 elements"):
         logical.save(ONE, tmp_path, 1, [(key, tensor, dataclasses.replace(spec, boxes=(box,)))])
 
 
@@ -275,11 +239,20 @@ def test_a_training_state_that_is_not_json_is_refused_before_anything_is_written
     assert not (tmp_path / "run").exists()
 
 
-def test_a_configuration_of_another_version_is_refused_by_field(saved: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("telepathy", True, r"config\.json.*model\.telepathy"),
+        ("num_layers", "12", r"config\.json .*model\.num_layers is '12', not a whole number"),
+    ],
+)
+def test_a_stored_configuration_that_is_not_one_is_refused_by_file_and_field(
+    name: str, value: object, message: str, saved: Path
+) -> None:
     values = json.loads((saved / "config.json").read_text())
-    values["model"]["telepathy"] = True
+    values["model"][name] = value
     (saved / "config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match=r"config\.json.*model\.telepathy"):
+    with pytest.raises(CheckpointError, match=message):
         read_config(saved)
 
 
@@ -313,31 +286,6 @@ def _save_one(mesh: Mesh, root: Path) -> None:
     logical.save(mesh, root, 1, [("model.w", torch.ones(4), spec)])
 
 
-def test_layers_keep_their_numbers_through_pipeline_layouts(tmp_path: Path, pool: ProcessPool) -> None:
-    for source, target in itertools.pairwise([Layout(pp=2), Layout(), Layout(pp=4), Layout(pp=2)]):
-        root = tmp_path / f"{source.pp}-{target.pp}"
-        pool.run(_save_numbered, source.world_size, root, layout=source)
-        for stage in pool.run(_load_numbered, target.world_size, root / "iter_0000001", layout=target):
-            assert all(value == number for number, value in stage.items())
-
-
-def _numbered(mesh: Mesh, value: float | None) -> list[NamedTensor]:
-    each = logical.LAYERS // mesh.layout.pp
-    spec = ParamSpec((3,), (3,), replicated((3,), Place(mesh.layout, mesh.rank)))
-    numbers = range(mesh.pp.rank * each, (mesh.pp.rank + 1) * each)
-    return [(f"model.layers.{n}.w", torch.full((3,), float(n) if value is None else value), spec) for n in numbers]
-
-
-def _save_numbered(mesh: Mesh, root: Path) -> None:
-    logical.save(mesh, root, 1, _numbered(mesh, None))
-
-
-def _load_numbered(mesh: Mesh, directory: Path) -> dict[int, float]:
-    tensors = _numbered(mesh, -1.0)
-    load_checkpoint(directory, mesh=mesh, pieces=pieces_of(tensors))
-    return {int(key.split(".")[2]): tensor.mean().item() for key, tensor, _ in tensors}
-
-
 @pytest.mark.cuda
 def test_tensors_on_a_gpu_are_saved_and_filled(tmp_path: Path) -> None:
     mesh = single_process_mesh("cuda")
@@ -348,9 +296,17 @@ def test_tensors_on_a_gpu_are_saved_and_filled(tmp_path: Path) -> None:
     logical.assert_true([(key, tensor.cpu(), spec) for key, tensor, spec in loaded])
 
 
-def test_a_value_of_the_wrong_type_in_a_stored_configuration_is_named_with_its_file(saved: Path) -> None:
-    values = json.loads((saved / "config.json").read_text())
-    values["model"]["num_layers"] = "12"
-    (saved / "config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match=r"config\.json .*model\.num_layers is '12', not a whole number"):
-        read_config(saved)
+def _bad_flag() -> None:
+    raise FlagError("--save x: bad")
+
+
+def _messages(mesh: Mesh) -> tuple[str, str]:
+    with pytest.raises(CheckpointError) as first:
+        on_first_rank(_bad_flag, mesh.world)
+    with pytest.raises(CheckpointError) as last:
+        agree(attempt(_bad_flag) if mesh.rank == 1 else None, mesh.world)
+    return str(first.value), str(last.value)
+
+
+def test_a_bad_flag_that_one_rank_alone_finds_is_raised_on_all(pool: ProcessPool) -> None:
+    assert pool.run(_messages, 2, layout=Layout(dp=2)) == [("--save x: bad", "rank 1: --save x: bad")] * 2

@@ -1,39 +1,102 @@
-"""Whenever a save is killed, a complete checkpoint can be found and loaded."""
+"""Whenever a save is killed, a complete checkpoint can be found and loaded.
+
+The saves run in processes forked from one that has torch loaded and no threads yet: this file, run as a program.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-PROJECT = Path(__file__).resolve().parents[2]
+from megalite.checkpoint.storage import Retention
+from tests.checkpoint.logical import found
+from tests.checkpoint.one_tensor import names, save, value_of
 
-
-def run_crashes(kind: str, folder: Path) -> list[str]:
-    """Lines of `crash.py`, one a trial."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.crash", kind, str(folder)],
-        cwd=PROJECT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout.splitlines()
+DISK_EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.scandir", "shutil.rmtree"}
 
 
-def test_twenty_kills_at_random_moments_each_leave_a_complete_checkpoint(tmp_path: Path) -> None:
-    lines = run_crashes("random", tmp_path)
-    assert len(lines) == 20
-    assert len(set(lines)) > 5, lines
+def fork(work: Callable[[], object]) -> int:
+    """Run `work` in a child; its process id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:
+            print("child:", repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+    return child
+
+
+def killed(child: int) -> bool:
+    """Wait for a child: True where a kill ended it, False where it ended well."""
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL), f"wait status {status}"
+    return status != 0
+
+
+def check(root: Path) -> int:
+    """A complete checkpoint is found and holds one save's values throughout; its iteration."""
+    checkpoint = found(root)
+    assert value_of(checkpoint.path) in (checkpoint.iteration, checkpoint.iteration + 0.5), checkpoint
+    return checkpoint.iteration
+
+
+def die_at(event_number: int, root: Path) -> None:
+    """Save iteration 2 once more, replacing it and letting go of 1, and die at the given event on the disk."""
+    count = 0
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event in DISK_EVENTS:
+            count += 1
+            if count == event_number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    save(root, 2, Retention(keep_last=1), value=2.5)
+
+
+def every_event(base: Path) -> None:
+    """SIGKILL at each event on the disk of one save, one trial each, then see that the next save clears up."""
+    save(base / "start", 1)
+    save(base / "start", 2)
+    for event in range(1, 1000):
+        root = base / "run"
+        shutil.copytree(base / "start", root)
+        dead = killed(fork(lambda event=event, root=root: die_at(event, root)))  # type: ignore[misc]
+        assert check(root) == 2
+        save(root, 3, Retention(keep_last=2))
+        assert check(root) == 3
+        assert names(root)[-3:] == ["iter_0000002", "iter_0000003", "latest_checkpointed_iteration.txt"], names(root)
+        assert not [name for name in names(root) if name.endswith((".tmp", ".old"))], names(root)
+        shutil.rmtree(root)
+        if not dead:
+            print("events", event - 1, flush=True)
+            return
+        print("killed at", event, flush=True)
 
 
 def test_a_kill_at_any_event_on_the_disk_leaves_a_complete_checkpoint_and_the_next_save_clears_up(
     tmp_path: Path,
 ) -> None:
-    lines = run_crashes("events", tmp_path)
+    program = [sys.executable, "-m", "tests.checkpoint.test_crash", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    project = Path(__file__).resolve().parents[2]
+    result = subprocess.run(
+        program, cwd=project, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
     assert len(lines) > 25, lines
     assert lines[-1] == f"events {len(lines) - 1}"
+
+
+if __name__ == "__main__":
+    every_event(Path(sys.argv[1]))

@@ -10,7 +10,7 @@ from megalite.checkpoint.inspection import describe_checkpoint, network_line, re
 from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint
 from megalite.config.schema import PrecisionConfig
 from tests.checkpoint import logical
-from tests.checkpoint.test_reshard import saved
+from tests.checkpoint.test_rewrite import saved
 from tests.helpers import LLAMA, tiny_config
 from tests.inference.checkpoints import save_tiny
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megalite.checkpoint.reshard import reshard
+from megalite.checkpoint.rewrite import reshard
 from megalite.checkpoint.storage import find_checkpoint
 from tests.e2e.runs import (
     MICRO,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
+from megalite.checkpoint.huggingface.load import huggingface_to_megalite
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import PrecisionConfig, TokenizerConfig
 from megalite.inference.load import load_for_generation, load_huggingface_for_generation

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megalite.checkpoint.huggingface.families import ARCHITECTURES
 from megalite.checkpoint.huggingface.files import Stored
-from megalite.checkpoint.huggingface.registry import ARCHITECTURES
 from megalite.checkpoint.huggingface.weights import LogicalWeights
 from megalite.models.gpt import GPTStage
 from megalite.nn.module import named_specs

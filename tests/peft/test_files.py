@@ -15,7 +15,7 @@ from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.peft.adapter import plan_adapter
 from megalite.peft.convert import from_peft
-from megalite.peft.files import base_note, read_adapter, settle
+from megalite.peft.files import base_note, read_adapter, with_adapter_settings
 from tests.models.hf_models import VOCABULARY, llama_like
 from tests.peft.interop import make_and_save, stages_of
 
@@ -40,12 +40,12 @@ def _edit(folder: Path, **changes: Any) -> None:
 def _load(base: Path, adapter: Path) -> None:
     mesh = single_process_mesh()
     (model,) = stages_of(str(base), mesh)
-    plan_adapter(settle(PeftConfig(load_adapter=str(adapter))), model.config, VOCABULARY, mesh.world)
+    plan_adapter(with_adapter_settings(PeftConfig(load_adapter=str(adapter))), model.config, VOCABULARY, mesh.world)
 
 
 def test_a_folder_that_is_missing_or_damaged_is_named(base: Path) -> None:
     with pytest.raises(UserError, match="nowhere holds no adapter_config.json"):
-        settle(PeftConfig(load_adapter="nowhere"))
+        with_adapter_settings(PeftConfig(load_adapter="nowhere"))
     folder = _save(base, {"peft": "lora"})
     (folder / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(UserError, match=r"adapter_model\.safetensors"):
@@ -110,15 +110,20 @@ def test_an_adapter_of_another_model_is_refused_in_one_message(base: Path, value
             {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]},
             "up_proj: in target_modules, but",
         ),
+        ({"r": 8}, r"_proj has matrices of rank 16, but adapter_config\.json says 8"),
+        ({"rank_pattern": {"q_proj": 8}}, r"_proj has matrices of rank 16, but adapter_config\.json says 8"),
     ],
-    ids=["less", "pattern", "excluded", "layers", "more"],
+    ids=["less", "pattern", "excluded", "layers", "more", "rank", "rank by pattern"],
 )
-def test_matrices_are_those_that_the_configuration_means(base: Path, changes: dict[str, Any], message: str) -> None:
+def test_matrices_and_ranks_are_those_that_the_configuration_means(
+    base: Path, changes: dict[str, Any], message: str
+) -> None:
     folder = _save(base, {"peft": "lora"})
     _edit(folder, **changes)
     with pytest.raises(UserError, match=message):
         _load(base, folder)
-    _edit(folder, target_modules=r".*\.[qkvo]_proj", exclude_modules=None, layers_to_transform=[0, 1])
+    usual = {"exclude_modules": None, "layers_to_transform": [0, 1], "r": 16, "rank_pattern": {}}
+    _edit(folder, target_modules=r".*\.[qkvo]_proj", **usual)
     _load(base, folder)
     _edit(folder, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "c_attn"])  # of other models too
     _load(base, folder)
@@ -131,22 +136,18 @@ def test_matrices_are_those_that_the_configuration_means(base: Path, changes: di
         (lambda t: {name: tensor * torch.nan for name, tensor in t.items()}, "aren't finite"),
         (lambda t: {**t, "base_model.model.model.embed_tokens.weight": torch.zeros(3)}, "embed_tokens"),
         (lambda t: {**t, "base_model.model.score.weight": torch.zeros(3, 32)}, "is of a classifier"),
+        (
+            lambda t: {name: tensor for name, tensor in t.items() if ".layers.1." not in name},
+            "not supported: it covers only some of the layers:\n  layers_to_transform",
+        ),
     ],
-    ids=["int", "nan", "embedding", "head"],
+    ids=["int", "nan", "embedding", "head", "one layer"],
 )
-def test_tensors_that_have_no_place_are_refused(base: Path, change: Any, message: str) -> None:
+def test_tensors_that_have_no_place_or_are_missing_are_refused(base: Path, change: Any, message: str) -> None:
     folder = _save(base, {"peft": "lora"})
     path = folder / "adapter_model.safetensors"
     save_file(change(load_file(path)), path)
     with pytest.raises(UserError, match=message):
-        _load(base, folder)
-
-
-@pytest.mark.parametrize("changes", [{"r": 8}, {"rank_pattern": {"q_proj": 8}}])
-def test_ranks_are_those_that_the_configuration_says(base: Path, changes: dict[str, Any]) -> None:
-    folder = _save(base, {"peft": "lora"})
-    _edit(folder, **changes)
-    with pytest.raises(UserError, match=r"_proj has matrices of rank 16, but adapter_config\.json says 8"):
         _load(base, folder)
 
 
@@ -168,24 +169,16 @@ def test_an_adapter_of_another_name_is_told(base: Path) -> None:
         assert (note is not None and note.startswith("warning: ")) == told
 
 
-def test_an_adapter_for_some_layers_only_is_refused(base: Path) -> None:
-    folder = _save(base, {"peft": "lora"})
-    path = folder / "adapter_model.safetensors"
-    save_file({name: tensor for name, tensor in load_file(path).items() if ".layers.1." not in name}, path)
-    with pytest.raises(UserError, match="not supported: it covers only some of the layers:\n  layers_to_transform"):
-        _load(base, folder)
-
-
 def test_the_folder_says_kind_rank_scale_and_length(base: Path) -> None:
     folder = _save(base, {"peft": "lora", "lora_rank": 3, "lora_alpha": 5, "use_rslora": True})
-    settled = settle(PeftConfig(load_adapter=str(folder)))
+    settled = with_adapter_settings(PeftConfig(load_adapter=str(folder)))
     assert (settled.peft, settled.lora_rank, settled.lora_alpha, settled.use_rslora) == ("lora", 3, 5, True)
     with pytest.raises(FlagError, match="--lora-rank 4: --load-adapter .* has 3"):
-        settle(PeftConfig(load_adapter=str(folder), lora_rank=4))
+        with_adapter_settings(PeftConfig(load_adapter=str(folder), lora_rank=4))
     folder = _save(base, {"peft": "prompt", "num_virtual_tokens": 3})
-    assert settle(PeftConfig(load_adapter=str(folder))).num_virtual_tokens == 3
+    assert with_adapter_settings(PeftConfig(load_adapter=str(folder))).num_virtual_tokens == 3
     with pytest.raises(FlagError, match="--peft lora: --load-adapter .* has prompt"):
-        settle(PeftConfig(peft="lora", load_adapter=str(folder)))
+        with_adapter_settings(PeftConfig(peft="lora", load_adapter=str(folder)))
 
 
 def test_targets_get_short_names_only_where_they_mean_no_other_layer(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_save_that_fails_leaves_the_last_good_adapter(
         raise failure
 
     with monkeypatch.context() as patch:
-        patch.setattr("megalite.peft.files.json.dumps", fails)
+        patch.setattr("megalite.peft.files.write_small_files", fails)
         with pytest.raises((UserError, KeyboardInterrupt)):
             write_adapter(tmp_path, {"peft_type": "LORA", "r": 1, "lora_alpha": 64}, {"w": torch.full((1,), 2.0)})
     adapter = read_adapter(tmp_path)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
+from megalite.checkpoint.huggingface.load import huggingface_to_megalite
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import RunConfig
 from megalite.distributed.mesh import Mesh, single_process_mesh

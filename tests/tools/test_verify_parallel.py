@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
+from megalite.checkpoint.huggingface.load import huggingface_to_megalite
 from megalite.config.errors import FlagError
 from megalite.config.flags import build_parser, parse_namespace, read_run
 from megalite.config.schema import RunConfig

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megalite.checkpoint.checksums import CHECKSUMS
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.storage import CHECKSUMS
 from megalite.config.errors import FlagError
 from megalite.config.resolve import resolve
 from megalite.config.schema import RunConfig

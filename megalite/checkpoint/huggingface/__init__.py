@@ -1,1 +1,1 @@
-"""Hugging Face folders in and out: one table per architecture, in its own file; `registry.py` lists them."""
+"""Hugging Face folders in and out: `families.py` lists the architectures."""

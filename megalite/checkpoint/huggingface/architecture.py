@@ -9,17 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.huggingface.fields import Fields
-from megalite.checkpoint.huggingface.parts import Part, Rule, same
+from megalite.checkpoint.huggingface.fields import REQUIRED, Fields
+from megalite.checkpoint.huggingface.parts import Part, Rule
+from megalite.checkpoint.huggingface.parts import same as stored_as
 from megalite.config.schema import ModelConfig
 from megalite.distributed.param_spec import Shape
 
 CLASSIFIER = "ForSequenceClassification"  # how the names of such classes end
 HEAD = "classifier.weight"
-_EVERYWHERE: dict[str, Rule] = {HEAD: same("score.weight")}  # a classifier's head has one name in all architectures
+_EVERYWHERE: dict[str, Rule] = {
+    HEAD: stored_as("score.weight")
+}  # a classifier's head has one name in all architectures
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
@@ -56,6 +59,24 @@ class Architecture:
     def is_buffer(self, name: str) -> bool:
         """Whether a stored tensor is no parameter."""
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
+
+
+class Same(NamedTuple):
+    """A field of `config.json` that is the field `ours` of `ModelConfig`. `default`: where it is absent."""
+
+    ours: str
+    kind: type
+    default: Any = REQUIRED
+
+
+def read_same(fields: Fields, table: Mapping[str, Same]) -> dict[str, Any]:
+    """The fields of `ModelConfig` from those of `config.json` in the table."""
+    return {ours: fields.take(name, kind, default) for name, (ours, kind, default) in table.items()}
+
+
+def write_same(model: ModelConfig, table: Mapping[str, Same]) -> dict[str, Any]:
+    """The inverse."""
+    return {name: getattr(model, same.ours) for name, same in table.items()}
 
 
 def attention_shape(heads: int, groups: int | None, width: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megalite.checkpoint.checkpoint import load_checkpoint, read_config
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import HEAD
-from megalite.checkpoint.huggingface.convert import BuildModel
+from megalite.checkpoint.huggingface.load import BuildModel
 from megalite.checkpoint.huggingface.weights import EMBEDDING
 from megalite.checkpoint.metadata import describe
 from megalite.checkpoint.storage import CONFIG_FILE, read_json

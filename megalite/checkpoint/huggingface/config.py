@@ -15,16 +15,15 @@ from typing import Any
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import Architecture
 from megalite.checkpoint.huggingface.classes import read_classes
+from megalite.checkpoint.huggingface.families import ARCHITECTURES
 from megalite.checkpoint.huggingface.fields import Fields
-from megalite.checkpoint.huggingface.registry import ARCHITECTURES
 from megalite.checkpoint.storage import CONFIG_FILE, read_json, refuse_other_kind
 from megalite.config.check_network import idle_scaling, model_problems
 from megalite.config.fields import all_fields, value_problems
 from megalite.config.schema import ROTARY, ModelConfig, RunConfig
 from megalite.nn.attention_backend import bounded_window
 
-# Fields of ModelConfig that don't decide what the network computes in evaluation.
-_INERT = {
+INERT = {
     "preset",
     "model_vocab_size",  # compared apart
     "make_vocab_size_divisible_by",
@@ -36,6 +35,7 @@ _INERT = {
     "label_smoothing",
     "group_query_attention",  # the number of groups says it
 }
+"""Fields of `ModelConfig` that don't decide what the network computes in evaluation."""
 _ROTARY = {
     "rotary_base",
     "rotary_percent",
@@ -88,9 +88,9 @@ def parse_config(values: Mapping[str, Any], where: str, ignored: Collection[str]
     return HuggingFaceModel(architecture, model, vocab_size, read_classes(values, where), notes)
 
 
-def essence(model: ModelConfig) -> dict[str, Any]:
+def network_settings(model: ModelConfig) -> dict[str, Any]:
     """The settings that decide what the network computes, so that equal networks have equal ones."""
-    result = {name: value for name, value in dataclasses.asdict(model).items() if name not in _INERT}
+    result = {name: value for name, value in dataclasses.asdict(model).items() if name not in INERT}
     result["window_size"] = bounded_window(model)
     for name in ("add_qkv_bias", "add_proj_bias"):
         result[name] = result[name] or model.add_bias_linear
@@ -107,7 +107,10 @@ def describe_network(
     network. A `CheckpointError` names the settings that no architecture has.
     """
     there = None if source is None else _read_back(source)
-    same = there is not None and (there.vocab_size, essence(there.model)) == (vocab_size, essence(model))
+    same = there is not None and (there.vocab_size, network_settings(there.model)) == (
+        vocab_size,
+        network_settings(model),
+    )
     if source is not None and there is not None and same:
         return there.architecture, dict(source)
     lost: dict[str, list[str]] = {}
@@ -141,7 +144,7 @@ def _read_back(values: Mapping[str, Any]) -> HuggingFaceModel | None:
 
 def _differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     """The settings of `model` that `other` doesn't have, as flags."""
-    mine, theirs = essence(model), essence(other)
+    mine, theirs = network_settings(model), network_settings(other)
     fields = all_fields()
     missing = object()
     return [

@@ -14,25 +14,23 @@ from megalite.checkpoint.errors import CheckpointError
 
 REQUIRED: Any = object()
 
-# Who wrote the file and how a program calls the model.
-_BOOKKEEPING = """
+# Who wrote the file and how a program calls the model; token ids, which belong to the tokenizer; labels and tasks of
+# heads that a language model doesn't have; how text is generated.
+_NAMES = """
     _attn_implementation_autoset _commit_hash _model_name_or_path _name_or_path architectures attn_implementation
     dtype is_llama_config keys_to_ignore_at_inference model_type name_or_path output_attentions output_hidden_states
     output_scores pretraining_tp return_dict return_dict_in_generate tf_legacy_loss tie_last_hidden_states torch_dtype
     torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
-"""
-# Token ids belong to the tokenizer, labels to heads that a language model doesn't have.
-_TOKENS_AND_TASKS = """
+
     _num_labels bos_token_id classifier_dropout decoder_start_token_id eos_token_id finetuning_task
     forced_bos_token_id forced_eos_token_id id2label label2id num_labels pad_token_id prefix problem_type
     sep_token_id task_specific_params tokenizer_class unk_token_id
-"""
-_GENERATION = """
+
     bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
     exponential_decay_length_penalty length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams
     num_return_sequences remove_invalid_values repetition_penalty suppress_tokens temperature top_k top_p typical_p
 """
-IRRELEVANT = frozenset((_BOOKKEEPING + _TOKENS_AND_TASKS + _GENERATION).split())
+IRRELEVANT = frozenset(_NAMES.split())
 """Fields that don't decide what the network computes."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -50,9 +48,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that don't matter with these values."""
 
-_OTHER_PROGRAMS = """
-    gradient_checkpointing line_by_line max_sequence_length n_special output_past predict_special_tokens
-"""
 NOTED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -61,7 +56,9 @@ NOTED: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
 }
 """As `NEUTRAL`, of other programs or architectures: the user is told that they aren't used."""
-_WITHOUT_EFFECT = frozenset(_OTHER_PROGRAMS.split())
+_IDLE = "gradient_checkpointing line_by_line max_sequence_length n_special output_past predict_special_tokens"
+_WITHOUT_EFFECT = frozenset(_IDLE.split())
+"""As `NOTED`, whatever their values."""
 
 
 class Fields:
@@ -118,35 +115,31 @@ class Fields:
             raise CheckpointError(f"{self.where}: auto_map: the model needs its own code, which megalite never runs")
         left = {name: value for name, value in self.values.items() if name not in IRRELEVANT}
         left = {name: value for name, value in left.items() if value not in NEUTRAL.get(name, ())}
-        unknown = {name: value for name, value in left.items() if not _has_no_effect(name, value)}
         if ignored is not None:
+            unknown = {
+                name: value
+                for name, value in left.items()
+                if not (value is None or name in _WITHOUT_EFFECT or value in NOTED.get(name, ()))
+            }
             self._refuse_unknown(unknown, ignored)
-        return [f"{self.where}: not used: {_listed(left)}"] if left else []
+        return [f"{self.where}: not used: {_shown(left)}"] if left else []
 
     def _refuse_unknown(self, unknown: Mapping[str, Any], ignored: Collection[str]) -> None:
+        known = NEUTRAL.keys() | NOTED.keys()  # other values of these are known to change the network
         for name in ignored:
-            if name not in unknown or _is_known(name):
+            if name not in unknown or name in known:
                 why = "changes what the network computes" if name in unknown else "isn't an unknown field; leave it out"
                 raise CheckpointError(f"--ignore-config-field {name}: in {self.where} it {why}")
         refused = {name: value for name, value in unknown.items() if name not in ignored}
         if not refused:
             return
         advice = "They may change what the network computes"
-        free = sorted(name for name in refused if not _is_known(name))
+        free = sorted(refused.keys() - known)
         if free and not self.nested:
             flags = " ".join(f"--ignore-config-field {name}" for name in free)
             advice += f"; if you know that they don't, add {flags}"
-        raise CheckpointError(f"{self.where} has unknown fields: {_listed(refused)}. {advice}")
+        raise CheckpointError(f"{self.where} has unknown fields: {_shown(refused)}. {advice}")
 
 
-def _has_no_effect(name: str, value: Any) -> bool:
-    return value is None or name in _WITHOUT_EFFECT or value in NOTED.get(name, ())
-
-
-def _is_known(name: str) -> bool:
-    """Whether another value of a field is known to change the network."""
-    return name in NEUTRAL or name in NOTED
-
-
-def _listed(fields: Mapping[str, Any]) -> str:
+def _shown(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {str(value)[:60]}" for name, value in sorted(fields.items()))

@@ -12,29 +12,38 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megalite.checkpoint.errors import CheckpointError, reason
-from megalite.checkpoint.storage import CONFIG_FILE, read_json
+from megalite.checkpoint.errors import CheckpointError, naming
+from megalite.checkpoint.storage import read_json
 from megalite.distributed.param_spec import Shape
 from megalite.files import atomic
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_FORMATS = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 8  # bytes that the header's length is a multiple of, as the format asks
-FORMATS = {dtype: name for name, dtype in _DTYPES.items()}
-"""The name of each number format in a file's header."""
 
 
 class Stored(NamedTuple):
-    """A stored tensor. `dtype` is None for a number format that isn't a plain floating-point one."""
+    """A stored tensor. `dtype` is None for a number format that isn't one of the plain ones."""
 
     shape: Shape
     dtype: torch.dtype | None
@@ -53,42 +62,23 @@ class Tensors(Protocol):
         ...
 
 
-class TensorFiles:
-    """`Tensors` of a folder. Use as a context manager. Raises `CheckpointError` naming a file that is missing or
-    damaged."""
+class TensorFiles(ExitStack):
+    """`Tensors` of a folder, open until the block of its `with` ends. Raises `CheckpointError` naming a file that is
+    missing or damaged."""
 
     def __init__(self, directory: str | Path):
+        super().__init__()
         self.directory = Path(directory)
-        self._stack = ExitStack()
         self._files: dict[str, Any] = {}
-        self._place: dict[str, str] = {}
-        self._stored: dict[str, Stored] = {}
+        self.file_of: dict[str, str] = {}  # by the tensor's name
+        self.stored: dict[str, Stored] = {}
         self._lock = threading.Lock()  # readers of several threads share a file's handle
-        try:
-            self._open()
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def __enter__(self) -> TensorFiles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    @property
-    def stored(self) -> Mapping[str, Stored]:
-        return self._stored
+        self._open()
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        path = self.directory / self._place[name]
-        try:
-            with self._lock:
-                part: Tensor = self._files[self._place[name]].get_slice(name)[slices]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {name}: {reason(error)}") from error
+        file = self.file_of[name]
+        with naming(f"{self.directory / file}: {name}", SafetensorError), self._lock:
+            part: Tensor = self._files[file].get_slice(name)[slices]
         return part
 
     def _open(self) -> None:
@@ -96,7 +86,7 @@ class TensorFiles:
         for file in sorted(set(wanted.values())) if wanted else [SINGLE_FILE]:
             self._open_file(file)
         for name, file in wanted.items():
-            if self._place.get(name) != file:
+            if self.file_of.get(name) != file:
                 raise CheckpointError(f"{self.directory / file} lacks {name}, which {INDEX_FILE} says it holds")
 
     def _weight_map(self) -> dict[str, str]:
@@ -122,16 +112,14 @@ class TensorFiles:
         path = self.directory / file
         if not path.exists():
             raise CheckpointError(f"{path} is missing, and {INDEX_FILE} names it")
-        try:
-            opened = self._stack.enter_context(safe_open(path, framework="pt"))
+        with naming(path, SafetensorError):
+            opened = self.enter_context(safe_open(path, framework="pt"))
             for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
-                if name in self._place:
-                    raise CheckpointError(f"{path} holds {name}, and so does {self._place[name]}")
+                if name in self.file_of:
+                    raise CheckpointError(f"{path} holds {name}, and so does {self.file_of[name]}")
                 view = opened.get_slice(name)
-                self._stored[name] = Stored(tuple(view.get_shape()), _DTYPES.get(view.get_dtype()))
-                self._place[name] = file
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {reason(error)}") from error
+                self.stored[name] = Stored(tuple(view.get_shape()), _DTYPES.get(view.get_dtype()))
+                self.file_of[name] = file
         self._files[file] = opened
 
 
@@ -142,6 +130,10 @@ class Entry(NamedTuple):
     shape: Shape
     dtype: torch.dtype
     read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def write_safetensors(stream: BinaryIO, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
@@ -154,11 +146,11 @@ def write_safetensors(stream: BinaryIO, entries: Sequence[Entry], metadata: Mapp
     entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     begin = 0
-    for name, shape, dtype, _ in entries:
-        if dtype not in FORMATS:
-            raise CheckpointError(f"{name} is of {dtype}, which a .safetensors file can't hold")
-        end = begin + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": FORMATS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    for entry in entries:
+        if entry.dtype not in _FORMATS:
+            raise CheckpointError(f"{entry.name} is of {entry.dtype}, which a .safetensors file can't hold")
+        end = begin + entry.nbytes
+        header[entry.name] = {"dtype": _FORMATS[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -168,23 +160,29 @@ def write_safetensors(stream: BinaryIO, entries: Sequence[Entry], metadata: Mapp
         stream.write(entry.read().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def write_index(folder: Path, places: Mapping[str, str], nbytes: int) -> None:
-    """Write which of several files holds each tensor; `nbytes` of all tensors."""
-    text = json.dumps({"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(places.items()))}, indent=2)
-    (folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
+def write_weights(folder: Path, files: Mapping[str, Sequence[Entry]]) -> None:
+    """Write the tensors of each file, and unless it is the `SINGLE_FILE` which of them holds what."""
+    for name, entries in files.items():
+        with open(folder / name, "xb") as stream:
+            write_safetensors(stream, entries, {"format": "pt"})
+    if list(files) != [SINGLE_FILE]:
+        places = {entry.name: name for name, entries in files.items() for entry in entries}
+        nbytes = sum(entry.nbytes for entries in files.values() for entry in entries)
+        values = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def check_absent(target: Path) -> None:
+    """Raise where something is in the way of `new_folder`."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"--hf {target} exists and is not an empty folder: choose a new one")
 
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to fill that becomes `target` (absent or empty) when the block ends well; else nothing of it stays.
 
-    What the operating system refuses, or safetensors for it, becomes a `CheckpointError` that names the target.
+    What the operating system refuses becomes a `CheckpointError` that names the target.
     """
-    try:
-        with atomic.new_folder(target) as folder:
-            yield folder
-            mode = (folder / CONFIG_FILE).stat().st_mode  # safetensors lets only the owner read
-            for file in folder.glob("*.safetensors"):
-                file.chmod(mode)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{target} was not written: {reason(error)}") from error
+    with naming(f"{target} was not written"), atomic.new_folder(target) as folder:
+        yield folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.checkpoint.huggingface.architecture import Architecture, attention_shape
+from megalite.checkpoint.huggingface.architecture import Architecture, Same, attention_shape, read_same, write_same
 from megalite.checkpoint.huggingface.fields import Fields
 from megalite.checkpoint.huggingface.parts import Rule, same, stacked_qkv_transposed, transposed
 from megalite.config.schema import ModelConfig
@@ -41,48 +41,46 @@ _ACTIVATIONS: dict[str, dict[str, bool]] = {
 }
 
 
+_SAME = {
+    "n_layer": Same("num_layers", int),
+    "n_embd": Same("hidden_size", int),
+    "n_positions": Same("max_position_embeddings", int),
+    "layer_norm_epsilon": Same("norm_epsilon", float, 1e-5),
+    "initializer_range": Same("init_method_std", float, 0.02),
+    "resid_pdrop": Same("hidden_dropout", float, 0.1),
+    "attn_pdrop": Same("attention_dropout", float, 0.1),
+}
+
+
 def _read(fields: Fields) -> dict[str, Any]:
     fields.drop("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation")
     fields.drop("summary_proj_to_labels", "summary_first_dropout")
     fields.choose("scale_attn_weights", (True,), True)
     fields.choose("scale_attn_by_inverse_layer_idx", (False,), False)
-    hidden, heads = fields.take("n_embd", int), fields.take("n_head", int)
-    dropout = fields.take("resid_pdrop", float, 0.1)
+    result = read_same(fields, _SAME)
+    hidden, dropout, heads = result["hidden_size"], result["hidden_dropout"], fields.take("n_head", int)
     embedding_dropout = fields.take("embd_pdrop", float, 0.1)
     if embedding_dropout != dropout:
         fields.refuse("embd_pdrop", embedding_dropout, f"it must equal resid_pdrop, which is {dropout}")
     return {
-        "num_layers": fields.take("n_layer", int),
-        "hidden_size": hidden,
+        **result,
         "ffn_hidden_size": fields.take("n_inner", int, 4 * hidden),
         **attention_shape(heads, heads, hidden // heads),
-        "max_position_embeddings": fields.take("n_positions", int),
         "position_embedding_type": "learned_absolute",
-        "norm_epsilon": fields.take("layer_norm_epsilon", float, 1e-5),
         **_ACTIVATIONS[fields.choose("activation_function", tuple(_ACTIVATIONS), "gelu_new")],
         "add_qkv_bias": True,
         "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", bool, True),
-        "init_method_std": fields.take("initializer_range", float, 0.02),
-        "hidden_dropout": dropout,
-        "attention_dropout": fields.take("attn_pdrop", float, 0.1),
     }
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    activation = "gelu_new" if model.openai_gelu else "relu2" if model.squared_relu else "gelu"
     return {
-        "n_layer": model.num_layers,
-        "n_embd": model.hidden_size,
+        **write_same(model, _SAME),
         "n_head": model.num_attention_heads,
         "n_inner": model.ffn_hidden_size,
-        "n_positions": model.max_position_embeddings,
-        "activation_function": activation,
-        "layer_norm_epsilon": model.norm_epsilon,
+        "activation_function": "gelu_new" if model.openai_gelu else "relu2" if model.squared_relu else "gelu",
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "initializer_range": model.init_method_std,
-        "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout,
-        "attn_pdrop": model.attention_dropout,
     }
 
 

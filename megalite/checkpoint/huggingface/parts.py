@@ -67,6 +67,10 @@ class Part:
         stored = _gather(read, runs, ())
         return stored.reshape([high - low for low, high in ranges]).permute(self.order)
 
+    def read_all(self, read: ReadSlices) -> Tensor:
+        """All of the part."""
+        return self.read([(one.start, one.stop) for one in self.slices], read)
+
     def extract(self, logical: Tensor) -> Tensor:
         """The stored tensor, from the whole logical parameter."""
         inverse = [self.order.index(i) for i in range(len(self.order))]

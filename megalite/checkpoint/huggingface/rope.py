@@ -9,45 +9,51 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.checkpoint.huggingface.fields import REQUIRED, Fields
+from megalite.checkpoint.huggingface.architecture import Same, read_same
+from megalite.checkpoint.huggingface.fields import Fields
 from megalite.config.schema import ModelConfig
 
 DEFAULT_BASE = 10000.0
-_Keys = dict[str, tuple[str, type]]
-_FACTOR: _Keys = {"factor": ("rope_scaling_factor", float)}
-_ORIGINAL: _Keys = {"original_max_position_embeddings": ("rope_original_max_position_embeddings", int)}
-_ATTENTION: _Keys = {"attention_factor": ("rope_attention_factor", float)}
-_KEYS: dict[str, _Keys] = {
+_DEFAULT = ModelConfig()
+
+
+def _optional(ours: str, kind: type) -> Same:
+    """A key that is absent where the field has its default."""
+    return Same(ours, kind, getattr(_DEFAULT, ours))
+
+
+_FACTOR = {"factor": Same("rope_scaling_factor", float)}
+_ORIGINAL = {"original_max_position_embeddings": Same("rope_original_max_position_embeddings", int)}
+_ATTENTION = {"attention_factor": _optional("rope_attention_factor", float)}
+_KEYS: dict[str, dict[str, Same]] = {
     "default": {},
-    "linear": {"factor": ("rotary_seq_len_interpolation_factor", float)},
+    "linear": {"factor": Same("rotary_seq_len_interpolation_factor", float)},
     "dynamic": _FACTOR,
     "llama3": {
         **_FACTOR,
-        "low_freq_factor": ("rope_low_freq_factor", float),
-        "high_freq_factor": ("rope_high_freq_factor", float),
+        "low_freq_factor": Same("rope_low_freq_factor", float),
+        "high_freq_factor": Same("rope_high_freq_factor", float),
         **_ORIGINAL,
     },
     "yarn": {
         **_FACTOR,
         **_ORIGINAL,
         **_ATTENTION,
-        "beta_fast": ("yarn_beta_fast", float),
-        "beta_slow": ("yarn_beta_slow", float),
-        "mscale": ("yarn_mscale", float),
-        "mscale_all_dim": ("yarn_mscale_all_dim", float),
-        "truncate": ("yarn_correction_range_round_to_int", bool),
+        "beta_fast": _optional("yarn_beta_fast", float),
+        "beta_slow": _optional("yarn_beta_slow", float),
+        "mscale": _optional("yarn_mscale", float),
+        "mscale_all_dim": _optional("yarn_mscale_all_dim", float),
+        "truncate": _optional("yarn_correction_range_round_to_int", bool),
     },
     "longrope": {
         **_FACTOR,
         **_ORIGINAL,
         **_ATTENTION,
-        "short_factor": ("longrope_short_factor", list),
-        "long_factor": ("longrope_long_factor", list),
+        "short_factor": Same("longrope_short_factor", list),
+        "long_factor": Same("longrope_long_factor", list),
     },
 }
-"""For each kind its keys, the field of `ModelConfig` that each is, and the type of its value."""
-_OPTIONAL = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
-"""Keys that may be absent, and are where the field has its default."""
+"""The keys of each kind."""
 
 
 def read_rope(fields: Fields, *, positions: int, partial: float | None = None) -> dict[str, Any]:
@@ -66,15 +72,13 @@ def read_rope(fields: Fields, *, positions: int, partial: float | None = None) -
     if kind == "llama3":
         result["use_rope_scaling"] = True
     _derive(rope, kind, positions)
-    default = ModelConfig()
-    for key, (name, of) in _KEYS[kind].items():
-        result[name] = rope.take(key, of, getattr(default, name) if key in _OPTIONAL else REQUIRED)
+    result |= read_same(rope, _KEYS[kind])
+    for key, (name, of, _) in _KEYS[kind].items():
         if of is list:
             result[name] = _numbers(rope, key, result[name])
-    if kind == "linear" and result["rotary_seq_len_interpolation_factor"] < 1:
-        rope.refuse(
-            "factor", result["rotary_seq_len_interpolation_factor"], "linear scaling takes a number of at least 1"
-        )
+    factor = result.get("rotary_seq_len_interpolation_factor", 1)
+    if factor < 1:
+        rope.refuse("factor", factor, "linear scaling takes a number of at least 1")
     if kind == "llama3" and result["rope_high_freq_factor"] <= result["rope_low_freq_factor"]:
         rope.refuse("high_freq_factor", result["rope_high_freq_factor"], "it must be above low_freq_factor")
     if kind == "dynamic":  # the one length that its formula knows
@@ -134,14 +138,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     elif model.rotary_seq_len_interpolation_factor is not None:
         kind = "linear"
     if kind in _KEYS:
-        result["rope_scaling"] = {"rope_type": kind, **_written(model, kind)}
-    return result
-
-
-def _written(model: ModelConfig, kind: str) -> dict[str, Any]:
-    default, result = ModelConfig(), {}
-    for key, (name, of) in _KEYS[kind].items():
-        value = getattr(model, name)
-        if value is not None and (key not in _OPTIONAL or value != getattr(default, name)):
-            result[key] = of(value)
+        values = ((key, of, getattr(model, ours), default) for key, (ours, of, default) in _KEYS[kind].items())
+        written = {key: of(value) for key, of, value, default in values if value not in (None, default)}
+        result["rope_scaling"] = {"rope_type": kind, **written}
     return result

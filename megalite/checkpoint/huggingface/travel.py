@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,10 @@ def tokenizer_of(folder: Path, vocab_size: int) -> TokenizerConfig:
     """The flags for the tokenizer in a Hugging Face folder; plain ids where there is none. Building it refuses a folder
     whose ids only code of `transformers` knows."""
     if not (folder / "tokenizer.json").is_file():
-        if _is_sentencepiece(folder):
-            model = str(folder / "tokenizer.model")
-            return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model)
-        if _is_gpt2(folder):
-            vocabulary, merges = str(folder / "vocab.json"), str(folder / "merges.txt")
-            return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges)
+        for kind, is_it in (("SentencePieceTokenizer", _is_sentencepiece), ("GPT2BPETokenizer", _is_gpt2)):
+            if is_it(folder):
+                files = {field: str(folder / name) for field, name in _FIELDS[kind].items()}
+                return TokenizerConfig(tokenizer_type=kind, **files)
         if not any((folder / name).is_file() for name in SLOW_FILES):
             return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size - 1)
     return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
@@ -128,7 +127,10 @@ def companions(config: RunConfig, *, conversations: bool) -> dict[str, bytes]:
     chat = _chat(config, tokenizer)
     if chat is not None and tokenizer is not None and config.finetune.chat_template is not None:
         files = with_template(files, portable(chat.template, tokenizer).encode())
-    end = _end(chat) if conversations else None
+    end = None
+    if conversations and chat is not None:
+        with suppress(UserError):  # the template refuses even the plainest conversation
+            end = chat.end_of_turn()
     return files if same and end is None else files | _with_ids(files, None if same else tokenizer, end)
 
 
@@ -141,12 +143,11 @@ def kept_files(root: Path, config: RunConfig) -> dict[str, bytes]:
 
 def keep(root: Path, files: Mapping[str, bytes]) -> None:
     """Have these files beside the checkpoints in `root`, in place of any others. An OSError where that fails."""
-    folder = root / FOLDER
-    if files and files != read_small_files(folder):
-        written = folder.with_name(f"{FOLDER}.tmp")
+    if files and files != read_small_files(root / FOLDER):
+        written = root / f"{FOLDER}.tmp"
         remove(written)
         write_small_files(written, files)
-        publish_folder(written, folder)
+        publish_folder(written, root / FOLDER)
 
 
 def use_kept(config: RunConfig, root: Path) -> None:
@@ -169,14 +170,6 @@ def _chat(config: RunConfig, tokenizer: Tokenizer | None) -> Chat | None:
     except UserError:
         if choice is not None:
             raise
-        return None
-
-
-def _end(chat: Chat | None) -> int | None:
-    """The id that ends an answer."""
-    try:
-        return None if chat is None else chat.end_of_turn()
-    except UserError:  # the template refuses even the plainest conversation
         return None
 
 
@@ -237,8 +230,8 @@ def values_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 def with_template(files: Mapping[str, bytes], template: bytes) -> dict[str, bytes]:
     """Small files with this chat template in place of any other."""
-    result = {name: content for name, content in files.items() if name not in _TEMPLATE_FILES}
-    result = {name: content for name, content in result.items() if not name.startswith(f"{TEMPLATES}/")}
+    others = [name for name in files if name in _TEMPLATE_FILES or name.startswith(f"{TEMPLATES}/")]
+    result = {name: content for name, content in files.items() if name not in others}
     values = values_of(result, _TOKENIZER_CONFIG)
     if values.pop("chat_template", None) is not None:
         result[_TOKENIZER_CONFIG] = to_json(values)
@@ -278,8 +271,7 @@ def _tokenizer_files(tokenizer: TokenizerConfig) -> dict[str, bytes]:
 
 def _settings(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Of small files those that say how a tokenizer is used."""
-    others = (*_VOCABULARIES, GENERATION_FILE, CONFIG_FILE)
-    return {name: content for name, content in files.items() if name not in others}
+    return {name: files[name] for name in files if name not in (*_VOCABULARIES, GENERATION_FILE, CONFIG_FILE)}
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -6,7 +6,8 @@ keeps its tensors; and everything that can be wrong with names, shapes and forma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,10 +17,11 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import Architecture
 from megalite.checkpoint.huggingface.files import Tensors
 from megalite.checkpoint.huggingface.parts import Part
+from megalite.config.errors import listed
 from megalite.distributed.param_spec import Shape
 
-_SHOWN = 8  # names listed in a message
 _BLOCK = 4096  # rows compared at once
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -33,39 +35,39 @@ class LogicalWeights:
         self.architecture, self.tensors, self.where = architecture, tensors, where
         prefix = architecture.prefix
         self._bare = not any(name.startswith(prefix) for name in tensors.stored)
-        self.parts = {name: self._stored_parts(architecture.parts(name, shape)) for name, shape in shapes.items()}
+        self.parts = {name: self._stored_parts(name, shape) for name, shape in shapes.items()}
         self.shapes = dict(shapes)
         self._check()
 
-    def _stored_parts(self, parts: Iterable[Part]) -> tuple[Part, ...]:
-        return tuple(Part(self._stored_name(one.name), one.factors, one.order, one.start) for one in parts)
-
-    def _stored_name(self, name: str) -> str:
+    def _stored_parts(self, name: str, shape: Shape) -> list[Part]:
         """A file that holds the model without its head has names without its prefix."""
-        return name.removeprefix(self.architecture.prefix) if self._bare else name
+        parts = self.architecture.parts(name, shape)
+        prefix = self.architecture.prefix if self._bare else ""
+        return [replace(part, name=part.name.removeprefix(prefix)) for part in parts]
 
-    def stored_names(self, names: Iterable[str]) -> list[str]:
-        """Tensors of parameters that may be stored though the model has them not; of parameters with one tensor."""
-        return [self._stored_name(part.name) for name in names for part in self.architecture.parts(name, ())]
+    def stored_name(self, name: str) -> str:
+        """The tensor that a parameter with one tensor has, or would have if the model had it."""
+        (part,) = self._stored_parts(name, ())
+        return part.name
 
     def _check(self) -> None:
         stored = self.tensors.stored
         wanted = [one for parts in self.parts.values() for one in parts]
         missing = [one.name for one in wanted if one.name not in stored]
         if missing:
-            raise CheckpointError(f"{self.where} lacks{_listed(missing)}")
+            raise CheckpointError(f"{self.where} lacks{listed(missing)}")
         other = [
             f"{one.name}: {stored[one.name].shape}, but {one.shape} by config.json"
             for one in wanted
             if stored[one.name].shape != one.shape
         ]
         if other:
-            raise CheckpointError(f"{self.where} holds tensors of another shape:{_listed(other)}")
-        formats = [one.name for one in wanted if stored[one.name].dtype is None]
+            raise CheckpointError(f"{self.where} holds tensors of another shape:{listed(other)}")
+        formats = [one.name for one in wanted if stored[one.name].dtype not in FLOATING]
         if formats:
             raise CheckpointError(
                 f"{self.where} holds tensors that are neither fp64, fp32, bf16 nor fp16 (quantised weights are not "
-                f"read):{_listed(formats)}"
+                f"read):{listed(formats)}"
             )
 
     def dtype(self, name: str) -> torch.dtype:
@@ -105,16 +107,15 @@ class LogicalWeights:
     def check_tied_output(self, tied: bool) -> str | None:
         """The name of a stored output table that only repeats the embedding, where the two are tied; None where there
         is none. A `CheckpointError` where it doesn't repeat it."""
-        (output,) = self.architecture.parts(OUTPUT, ())
+        (output,) = self.architecture.parts(OUTPUT, ())  # beside a head, which has no prefix
         if not tied or output.name not in self.tensors.stored:
             return None
-        (table,) = self.architecture.parts(EMBEDDING, ())
-        first, second = output.name, self._stored_name(table.name)
-        if not self._equal(first, second):
+        table = self.stored_name(EMBEDDING)
+        if not self._equal(output.name, table):
             raise CheckpointError(
-                f"{self.where}: tie_word_embeddings is true in config.json, but {first} and {second} differ"
+                f"{self.where}: tie_word_embeddings is true in config.json, but {output.name} and {table} differ"
             )
-        return first
+        return output.name
 
     def _equal(self, first: str, second: str) -> bool:
         stored = self.tensors.stored
@@ -130,9 +131,4 @@ class LogicalWeights:
 def refuse_unused(where: str, names: Sequence[str]) -> None:
     """Raise a `CheckpointError` that lists tensors which the network has no place for."""
     if names:
-        raise CheckpointError(f"{where} holds tensors that config.json's network doesn't have:{_listed(names)}")
-
-
-def _listed(items: Sequence[str]) -> str:
-    more = [f"and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
-    return "".join(f"\n  {item}" for item in [*items[:_SHOWN], *more])
+        raise CheckpointError(f"{where} holds tensors that config.json's network doesn't have:{listed(names)}")

@@ -27,7 +27,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPT2",
         {"activation_function": "gelu", "n_inner": 40, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-4},
     ),
-    "llama, each head its own key": ("Llama", {}),
     "llama, grouped, tied": ("Llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "llama, wide heads, all biases": (
         "Llama",
@@ -37,10 +36,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3 scaling": (
         "Llama",
         {"num_key_value_heads": 2, "head_dim": 16, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
-    ),
-    "llama, linear scaling": (
-        "Llama",
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}, "rms_norm_eps": 1e-5},
     ),
     "llama, yarn": (
         "Llama",
@@ -68,7 +63,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama, dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
     "mistral, window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 5}),
-    "mistral, no window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen2, window": (
         "Qwen2",

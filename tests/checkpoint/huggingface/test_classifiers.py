@@ -14,10 +14,10 @@ from megalite.checkpoint.checkpoint import read_config, save_checkpoint
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface import compare
 from megalite.checkpoint.huggingface.classes import padding_id, read_classes
-from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
 from megalite.checkpoint.huggingface.export import megalite_to_huggingface
+from megalite.checkpoint.huggingface.load import huggingface_to_megalite
 from megalite.checkpoint.inspection import describe_checkpoint, report_lines
-from megalite.checkpoint.storage import CheckpointDirectory, Retention, find_checkpoint
+from megalite.checkpoint.storage import Retention
 from megalite.config.errors import UserError
 from megalite.config.schema import RunConfig, TokenizerConfig
 from megalite.data.tokenizer_base import Tokenizer
@@ -28,6 +28,7 @@ from megalite.inference.load import load_huggingface_for_generation
 from megalite.models.whole import build_whole, outputs
 from megalite.nn.module import initialize, named_specs
 from tests.checkpoint.huggingface import folders
+from tests.checkpoint.logical import found
 from tests.helpers import LLAMA, tiny_config
 
 NAMES = ("bad", "so so", "good")
@@ -39,17 +40,9 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForSequenceClassification",
         {**LLAMA, "untie_embeddings_and_output_weights": False},
     ),
-    "mistral": ("MistralForSequenceClassification", {**LLAMA, "window_size": "9,0"}),
     "qwen2": ("Qwen2ForSequenceClassification", {**LLAMA, "add_qkv_bias": True}),
-    "qwen3": ("Qwen3ForSequenceClassification", {**LLAMA, "qk_layernorm": True}),
     "glm": ("GlmForSequenceClassification", {**LLAMA, "rotary_interleaved": True, "rotary_percent": 0.5}),
 }
-
-
-def found(root: Path) -> CheckpointDirectory:
-    checkpoint = find_checkpoint(root)
-    assert checkpoint is not None
-    return checkpoint
 
 
 def save_classifier(root: Path, **network: Any) -> torch.nn.Module:
@@ -97,7 +90,7 @@ def test_a_classifier_trained_here_decides_alike_in_transformers(kind: str, tmp_
     assert (scores - ours).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama, grouped, tied", "llama 3 scaling", "mistral, window", "qwen2", "glm"])
+@pytest.mark.parametrize("case", ["gpt2", "llama, grouped, tied", "glm"])
 def test_bits_labels_and_scores_survive_there_and_back(case: str, tmp_path: Path) -> None:
     source = folders.save_classifier(case, tmp_path / "hf", NAMES, pad_token_id=7)
     huggingface_to_megalite(source, tmp_path / "run", build_whole)
@@ -109,14 +102,6 @@ def test_bits_labels_and_scores_survive_there_and_back(case: str, tmp_path: Path
     assert {**ours, "_name_or_path": ""} == {**theirs, "_name_or_path": ""}
     line = compare.compare_with_transformers(found(tmp_path / "run"), tmp_path / "back", build_whole, outputs)
     assert float(line.partition("largest difference ")[2].split()[0]) < 2e-5, line
-
-
-def test_a_wrong_conversion_is_told(tmp_path: Path) -> None:
-    source = folders.save_classifier("qwen2", tmp_path / "hf", NAMES)
-    huggingface_to_megalite(source, tmp_path / "run", build_whole)
-    folders.change_tensors(source, {"score.weight": folders.tensors(source)["score.weight"].flip(0)})
-    with pytest.raises(CheckpointError, match="the logits differ from those of transformers"):
-        compare.compare_with_transformers(found(tmp_path / "run"), source, build_whole, outputs)
 
 
 def test_without_padding_a_single_text_is_compared_and_the_user_told(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.huggingface.convert import huggingface_to_megalite
+from megalite.checkpoint.huggingface.load import huggingface_to_megalite
 from megalite.models.whole import build_whole
 from tests.checkpoint.huggingface import folders
 
@@ -25,40 +26,12 @@ def refused(source: Path, tmp_path: Path) -> str:
     return str(raised.value)
 
 
-def lose(source: Path) -> None:
-    folders.change_tensors(source, {"model.layers.1.self_attn.k_proj.weight": None})
+def tensors(**change: Any) -> Callable[[Path], None]:
+    return lambda source: folders.change_tensors(source, {name.replace("__", "."): t for name, t in change.items()})
 
 
-def add(source: Path) -> None:
-    folders.change_tensors(source, {"model.layers.1.self_attn.k_proj.bias": torch.zeros(16)})
-
-
-def reshape(source: Path) -> None:
-    folders.change_tensors(source, {"model.norm.weight": torch.zeros(31)})
-
-
-def quantise(source: Path) -> None:
-    folders.change_tensors(source, {"model.norm.weight": torch.zeros(32, dtype=torch.int8)})
-
-
-def mix(source: Path) -> None:
-    folders.change_tensors(source, {"model.layers.0.mlp.up_proj.weight": torch.zeros(48, 32).bfloat16()})
-
-
-def untie(source: Path) -> None:
-    folders.change_tensors(source, {"lm_head.weight": torch.zeros(131, 32)})
-
-
-def other_vocabulary(source: Path) -> None:
-    folders.change_config(source, {"vocab_size": 130})
-
-
-def deeper(source: Path) -> None:
-    folders.change_config(source, {"num_hidden_layers": 3})
-
-
-def shallower(source: Path) -> None:
-    folders.change_config(source, {"num_hidden_layers": 1})
+def config(**change: Any) -> Callable[[Path], None]:
+    return lambda source: folders.change_config(source, change)
 
 
 def truncate(source: Path) -> None:
@@ -77,15 +50,27 @@ def no_config(source: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lose, "lacks\n  model.layers.1.self_attn.k_proj.weight"),
-        (add, "holds tensors that config.json's network doesn't have:\n  model.layers.1.self_attn.k_proj"),
-        (reshape, "model.norm.weight: (31,), but (32,) by config.json"),
-        (quantise, "quantised weights are not read):\n  model.norm.weight"),
-        (mix, "layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight must have the same format"),
-        (untie, "is true in config.json, but lm_head.weight and model.embed_tokens.weight differ"),
-        (other_vocabulary, "model.embed_tokens.weight: (131, 32), but (130, 32) by config.json"),
-        (deeper, "lacks\n  model.layers.2.input_layernorm.weight"),
-        (shallower, "config.json's network doesn't have:\n  model.layers.1.input_layernorm.weight"),
+        (tensors(model__layers__1__self_attn__k_proj__weight=None), "lacks\n  model.layers.1.self_attn.k_proj.weight"),
+        (
+            tensors(model__layers__1__self_attn__k_proj__bias=torch.zeros(16)),
+            "holds tensors that config.json's network doesn't have:\n  model.layers.1.self_attn.k_proj",
+        ),
+        (tensors(model__norm__weight=torch.zeros(31)), "model.norm.weight: (31,), but (32,) by config.json"),
+        (
+            tensors(model__norm__weight=torch.zeros(32, dtype=torch.int8)),
+            "quantised weights are not read):\n  model.norm.weight",
+        ),
+        (
+            tensors(model__layers__0__mlp__up_proj__weight=torch.zeros(48, 32).bfloat16()),
+            "layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight must have the same format",
+        ),
+        (
+            tensors(lm_head__weight=torch.zeros(131, 32)),
+            "is true in config.json, but lm_head.weight and model.embed_tokens.weight differ",
+        ),
+        (config(vocab_size=130), "model.embed_tokens.weight: (131, 32), but (130, 32) by config.json"),
+        (config(num_hidden_layers=3), "lacks\n  model.layers.2.input_layernorm.weight"),
+        (config(num_hidden_layers=1), "config.json's network doesn't have:\n  model.layers.1.input_layernorm.weight"),
         (truncate, "model.safetensors: "),
         (pickled, "pytorch_model.bin is a pickle"),
         (no_config, "config.json: No such file"),

@@ -70,6 +70,6 @@ def test_a_model_in_the_hubs_cache_is_the_one_that_its_adapter_names(tmp_path: P
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "owner/tiny"}')
     cached = "/root/.cache/huggingface/hub/models--owner--{}/snapshots/0a1b"
     assert base_note(tmp_path, cached.format("tiny")) is None
-    assert "for owner/tiny, but is used with owner/large:" in str(base_note(tmp_path, cached.format("large")))
+    assert "for owner/tiny, but is used with owner/large: " in str(base_note(tmp_path, cached.format("large")))
     assert name_of(cached.format("tiny")) == "owner/tiny"
     assert name_of("models/tiny") == "tiny"
