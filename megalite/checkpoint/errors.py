@@ -36,11 +36,12 @@ def reason(error: BaseException) -> str:
 def naming(what: object, *kinds: type[Exception]) -> Iterator[None]:
     """Raise a `CheckpointError` that names a file (or says `what` failed) where the operating system refuses something
     in the block, or one of the errors `kinds` is raised."""
+    refused: tuple[type[Exception], ...] = (OSError, *kinds)
     try:
         yield
     except CheckpointError:
         raise
-    except (OSError, *kinds) as error:
+    except refused as error:
         raise CheckpointError(f"{what}: {reason(error)}") from error
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from functools import partial
-from operator import getitem
 from typing import Any
 
 import torch
@@ -212,7 +210,7 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
         if scales.setdefault(part, scale) != scale:
             problems.append(f"{module}: its rank or scale differs from that in other layers")
         values[lora_name(int(number[1]), part, "a")] = a
-        values[lora_name(int(number[1]), part, "b")] = layer.matrix(rank).read_all(partial(getitem, b))
+        values[lora_name(int(number[1]), part, "b")] = layer.matrix(rank).read_all(b.__getitem__)
     names = [lora_name(n, part, "a") for part in scales for n in range(model.num_layers or 0)]
     if not problems and not names:
         problems.append("it has no LoRA matrices")

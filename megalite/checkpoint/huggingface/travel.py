@@ -62,7 +62,7 @@ def tokenizer_of(folder: Path, vocab_size: int) -> TokenizerConfig:
     if not (folder / "tokenizer.json").is_file():
         for kind, is_it in (("SentencePieceTokenizer", _is_sentencepiece), ("GPT2BPETokenizer", _is_gpt2)):
             if is_it(folder):
-                files = {field: str(folder / name) for field, name in _FIELDS[kind].items()}
+                files: dict[str, Any] = {field: str(folder / name) for field, name in _FIELDS[kind].items()}
                 return TokenizerConfig(tokenizer_type=kind, **files)
         if not any((folder / name).is_file() for name in SLOW_FILES):
             return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size - 1)
