@@ -92,10 +92,10 @@ def peft_problems(config: RunConfig) -> Iterator[str]:
     for name, (reason, kinds) in _NEEDS.items():
         field = fields[f"peft.{name}"]
         value = get(config, field.path)
-        unsettled = peft.load_adapter is not None and peft.peft == "none"  # the folder says the kind
+        kind_unknown = peft.load_adapter is not None and peft.peft == "none"  # the folder says the kind
         if value == field.default:
             continue
-        if peft.peft not in kinds and not unsettled:
+        if peft.peft not in kinds and not kind_unknown:
             yield f"{field.show(value)} needs {reason}"
         elif peft.load_adapter is not None and name in _DECIDED:
             yield contradiction(field.show(value), peft.load_adapter, _DECIDED[name])

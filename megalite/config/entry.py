@@ -177,10 +177,10 @@ def _take_classes(config: RunConfig, classes: tuple[str, ...]) -> list[str]:
     return []
 
 
-def fill_from_adapter(config: RunConfig, told: Mapping[str, Any], explicit: Collection[str]) -> None:
+def fill_from_adapter(config: RunConfig, values: Mapping[str, Any], explicit: Collection[str]) -> None:
     """Take what the folder of `--load-adapter` says of the section `peft`. A FlagError for flags that say otherwise."""
     fields, problems = all_fields(), []
-    for field, value in ((fields[f"peft.{name}"], value) for name, value in told.items()):
+    for field, value in ((fields[f"peft.{name}"], value) for name, value in values.items()):
         given = get(config, field.path)
         if field.path in explicit and given != value:
             problems.append(contradiction(field.show(given), config.peft.load_adapter or "", value))

@@ -85,7 +85,7 @@ class Evaluator:
         # losses and tokens; float64 so that the sum doesn't depend on how the ranks share the samples
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         validation, begun, done = self.config.validation, time.monotonic(), 0
-        told = begun
+        reported = begun
         while batches := list(itertools.islice(chosen, self.config.microbatches_per_step(self.mesh.dp.size))):
             self.executor.begin(batches)
             self.runtime.run(self.plan.evaluation(len(batches)))
@@ -93,10 +93,10 @@ class Evaluator:
             if self.mesh.pp.rank == self.mesh.pp.size - 1:  # where the losses are
                 sums[1] += self.mesh.upload(torch.stack([batch.loss_mask.sum() for batch in batches]).sum())
             done += 1
-            if (now := time.monotonic()) - told > PROGRESS_SECONDS:
+            if (now := time.monotonic()) - reported > PROGRESS_SECONDS:
                 most = "" if validation.full_validation else f" of at most {validation.eval_iters}"
                 self.say(f"{split}: {done}{most} global batches evaluated in {now - begun:.0f} s")
-                told = now
+                reported = now
         loss, tokens = all_reduce(sums, self.mesh.all_but_tp).tolist()
         return loss / tokens if tokens else math.nan, {} if self.decisions is None else self.decisions.scores()
 

@@ -171,17 +171,17 @@ class Trainer:
         if finite:
             return
         training, number = self.config.training, self.state.iteration + 1
-        told = f"iteration {number}: loss {loss}, gradient norm {result.grad_norm}"
+        what = f"iteration {number}: loss {loss}, gradient norm {result.grad_norm}"
         if training.nan_action == "stop":
             raise NonFiniteError(
-                f"{told}; the last good state is the newest checkpoint. Lower --lr, or skip such steps with "
+                f"{what}; the last good state is the newest checkpoint. Lower --lr, or skip such steps with "
                 "--nan-action skip"
             )
         skips = self.state.skipped_in_a_row + 1
         if skips >= training.max_skips_in_a_row:
             scale = f", with the loss scale at {self.scaler.scale}" if self.config.precision.fp16 else ""
             raise NonFiniteError(
-                f"{told}{scale}. All steps since iteration {number - skips + 1} had to be skipped, which reaches "
+                f"{what}{scale}. All steps since iteration {number - skips + 1} had to be skipped, which reaches "
                 f"--max-skips-in-a-row {training.max_skips_in_a_row}: the run doesn't recover. Restart from an "
                 "earlier checkpoint (--ckpt-step) with a lower --lr"
             )
