@@ -113,7 +113,7 @@ def test_an_environment_that_makes_no_sense_is_named(environment: dict[str, str]
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        pytest.param("forward:1:3", "forward failed on purpose", id="forward"),
+        pytest.param("forward:1:3", "forward failed on purpose", id="forward", marks=pytest.mark.slow),
         pytest.param("kill:1:3", None, id="killed"),
     ],
 )

@@ -108,7 +108,7 @@ def sft_reference(base: Path, answers: str, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize(
     ("flags", "processes"),
     [
-        pytest.param(SEQUENCE_AND_PIPELINE, 4, id="tp2, sequence parallel, pp2"),
+        pytest.param(SEQUENCE_AND_PIPELINE, 4, id="tp2, sequence parallel, pp2", marks=pytest.mark.slow),
         pytest.param("--data-parallel-sharding-strategy optim_grads_params", 2, id="zero 3"),
     ],
 )
@@ -188,6 +188,7 @@ def test_a_step_without_learning_leaves_the_base_model_as_it_was_in_half_precisi
         assert torch.equal(found[f"optimizer.main.{ours}"], expected.to(torch.float32))
 
 
+@pytest.mark.slow
 def test_a_classifier_learns_and_is_judged_alike_in_every_layout(base: Path, labels: str, tmp_path: Path) -> None:
     data = f"--load-hf {base} --task classification --sft-data {labels} --sft-valid-share 0.3 --lr 3e-3 --save "
     judged = {}

@@ -81,7 +81,10 @@ def test_a_run_goes_on_from_resharded_files_as_from_its_own(tmp_path: Path) -> N
             id="changing rates",
         ),
         pytest.param(
-            "--pipeline-model-parallel-size 2 --eval-interval 2 --eval-iters 1", 4, id="PP 2, DP 2, evaluations"
+            "--pipeline-model-parallel-size 2 --eval-interval 2 --eval-iters 1",
+            4,
+            id="PP 2, DP 2, evaluations",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -94,6 +97,7 @@ def test_five_and_five_steps_are_ten_steps(flags: str, processes: int, tmp_path:
     assert sum(step["skipped"] for step in steps(straight)) <= 2
 
 
+@pytest.mark.slow
 def test_dropout_on_tensor_parallel_ranks_survives_a_resume_and_any_number_of_workers(tmp_path: Path) -> None:
     """A loader that drew from the random state, or on one rank alone, would show here."""
     flags = "--tensor-model-parallel-size 2 --sequence-parallel --num-workers"
@@ -114,7 +118,7 @@ def test_resuming_again_and_again_changes_nothing(tmp_path: Path) -> None:
     assert_same_checkpoint(checkpoint(tmp_path / "resumed", 10), checkpoint(tmp_path / "straight", 10))
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_a_run_goes_on_at_another_data_parallel_size(first: int, second: int, tmp_path: Path) -> None:
     flags = "--fp64 --attention-backend unfused --global-batch-size 8"
     straight = go(flags, tmp_path / "straight")

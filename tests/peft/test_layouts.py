@@ -53,8 +53,13 @@ def _truth(pool: ProcessPool, kind: str) -> Outcome:
     return run_adapter(pool, adapter_config(**KINDS[kind]), 1)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
+PIPELINE = "TP 2 x PP 2, VPP 2, recompute"
+SHARED = "TP 4, keys and values shared"
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [*((kind, PIPELINE) for kind in KINDS), *((kind, SHARED) for kind in ("lora", "prefix"))]
+)
 def test_losses_and_gradients_equal_one_process(pool: ProcessPool, kind: str, layout: str) -> None:
     ranks, flags = LAYOUTS[layout]
     outcomes = run_adapter(pool, adapter_config(**KINDS[kind], **flags), ranks)
