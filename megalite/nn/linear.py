@@ -55,10 +55,6 @@ class _How:
         y = self.products.output(x, matrix)
         return y if self.scatter is None else start_reduce_scatter(y, self.scatter).wait()
 
-    def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
-        """`total` of the weight's shape, for whole sequences."""
-        self.products.add_weight_gradient(total.view(-1, x.shape[-1])[: grad.shape[-1]], grad, x)
-
     @torch.no_grad()
     def fill_later(self, sink: GradientSink, grad: Tensor, x: Tensor) -> None:
         """Add a weight's gradient of this rank's parts of the sequence."""
@@ -67,7 +63,8 @@ class _How:
     @torch.no_grad()
     def fill(self, sink: GradientSink, grad: Tensor, x: Tensor) -> None:
         """Add a weight's gradient, of whole sequences."""
-        self.add_weight_gradient(sink.target(), grad, x)
+        rows = sink.target().view(-1, x.shape[-1])[: grad.shape[-1]]
+        self.products.add_weight_gradient(rows, grad, x)
         sink.arrived()
 
 
@@ -110,7 +107,8 @@ class _Linear(torch.autograd.Function):
             how.fill(ctx.sink, grad, x_full[0])
         elif x_full:
             weight_grad = torch.zeros_like(weight)
-            how.add_weight_gradient(weight_grad, grad, x_full[0])
+            rows = weight_grad.view(-1, ctx.inputs)[: grad.shape[-1]]
+            rows.copy_(how.products.weight_gradient(grad, x_full[0]))
         onto_grad = grad if ctx.needs_input_grad[2] else None
         return None if x_grad is None else x_grad.wait(), weight_grad, onto_grad, None
 

@@ -26,13 +26,17 @@ class Products:
         """grad W: [..., out] → [..., in]."""
         return grad @ matrix
 
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """grad^T x, [out, in], for `grad` [..., out] and `x` [..., in]."""
+        return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
     @torch.no_grad()
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
-        """total [out, in] += grad^T x, for `grad` [..., out] and `x` [..., in]. `total` may be of a wider dtype."""
-        grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+        """Add the weight's gradient to `total` [out, in], which may be of a wider dtype."""
+        flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
         if total.dtype == grad.dtype:
-            total.addmm_(grad.t(), x)
+            total.addmm_(flat_grad.t(), flat_x)
         elif grad.is_cuda:
-            torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
+            torch.addmm(total, flat_grad.t(), flat_x, out_dtype=total.dtype, out=total)
         else:  # a CPU has no GEMM of mixed dtypes: the product of one microbatch is rounded before it is added
-            total.add_(grad.t() @ x)
+            total.add_(self.weight_gradient(grad, x))

@@ -20,6 +20,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tokens(tmp_path_factory.mktemp("corpus") / "d", random_documents(80, empty=True))
 
 
+@pytest.mark.slow
 def test_four_ranks_build_a_cold_index_cache_and_reuse_it(corpus: str, tmp_path: Path) -> None:
     sizes = "--global-batch-size 8 --micro-batch-size 1 --eval-iters 1 --train-iters 2"
     flags = f"{NETWORK} --data-path {corpus} --split 80,10,10 {sizes}"
@@ -36,6 +37,7 @@ def test_four_ranks_build_a_cold_index_cache_and_reuse_it(corpus: str, tmp_path:
     assert len(others) == 2 and all(other == first for other in others)
 
 
+@pytest.mark.slow
 def test_two_runs_may_build_one_cold_cache_at_once(corpus: str, tmp_path: Path) -> None:
     flags = f"{NETWORK} --data-path {corpus} --train-iters 2"
     for attempt in range(3):

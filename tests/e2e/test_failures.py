@@ -113,8 +113,8 @@ def test_an_environment_that_makes_no_sense_is_named(environment: dict[str, str]
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        pytest.param("forward:1:3", "forward failed on purpose", id="forward", marks=pytest.mark.slow),
-        pytest.param("kill:1:3", None, id="killed"),
+        pytest.param("forward:1:3", "forward failed on purpose", id="forward"),
+        pytest.param("kill:1:3", None, id="killed", marks=pytest.mark.slow),
     ],
 )
 def test_under_torchrun_the_failure_of_one_rank_ends_all(fault: str, message: str | None, tmp_path: Path) -> None:

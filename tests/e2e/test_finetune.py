@@ -230,6 +230,7 @@ def real_lines() -> list[dict[str, str]]:
     return sorted(chosen, key=lambda line: hashlib.sha256(line["text"].encode()).digest())
 
 
+@pytest.mark.slow
 def test_a_classifier_tells_real_text_apart_far_better_than_by_the_larger_class(base: Path, tmp_path: Path) -> None:
     lines = real_lines()
     train, valid = lines[:-300], lines[-300:]

@@ -71,7 +71,12 @@ def test_a_run_goes_on_from_resharded_files_as_from_its_own(tmp_path: Path) -> N
     [
         pytest.param("", 1, id="fp32"),
         pytest.param("--num-workers 2", 1, id="workers"),
-        pytest.param("--num-workers 2 --bf16 --eval-interval 2 --eval-iters 1", 2, id="bf16, 2 processes, evaluations"),
+        pytest.param(
+            "--num-workers 2 --bf16 --eval-interval 2 --eval-iters 1",
+            2,
+            id="bf16, 2 processes, evaluations",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("--fp16 --initial-loss-scale 65536 --loss-scale-window 3", 1, id="fp16"),
         pytest.param("--optimizer sgd --dataloader-type cyclic", 1, id="sgd, cyclic"),
         pytest.param(

@@ -83,7 +83,11 @@ LONG = f"{MICRO} --train-iters 100000 --exit-signal-handler --save-interval 1000
 
 
 @pytest.mark.parametrize(
-    ("number", "workers"), [(signal.SIGTERM, 2), (signal.SIGINT, 0)], ids=["SIGTERM to all, with workers", "SIGINT"]
+    ("number", "workers"),
+    [
+        pytest.param(signal.SIGTERM, 2, id="SIGTERM to all, with workers"),
+        pytest.param(signal.SIGINT, 0, id="SIGINT", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_finishes_the_step_and_saves_and_a_resume_continues_bitwise(
     number: signal.Signals, workers: int, tmp_path: Path

@@ -234,7 +234,7 @@ def test_an_adapter_is_put_on_the_model(
     assert adapted["tokens"] == expected != plain["tokens"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_signal_ends_the_server_in_the_middle_of_an_answer(hf: Path, number: signal.Signals) -> None:
     command = [sys.executable, str(SCRIPT), "--load-hf", str(hf), "--threads-per-rank", "1", "--serve", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:

@@ -75,7 +75,7 @@ def _check(pool: ProcessPool, truths: dict[str, Trace], case: Case, steps: int) 
 
 @pytest.mark.parametrize("case", covering(SMALL, _values, 2, lambda case: case[0].processes), ids=_name)
 def test_layout_equals_one_process(pool: ProcessPool, truths: dict[str, Trace], case: Case) -> None:
-    _check(pool, truths, case, 3)
+    _check(pool, truths, case, 2)
 
 
 @pytest.mark.full_matrix
