@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megalite.checkpoint.checkpoint import save_checkpoint
 from megalite.checkpoint.storage import Retention
@@ -74,17 +73,12 @@ def loaded_of(model: GPTStage, tokenizer: Tokenizer) -> LoadedModel:
 
 
 def generate(
-    model: GPTStage,
-    prompts: Sequence[Sequence[int]],
-    options: GenerationOptions,
-    *,
-    stop: Collection[int] = (),
-    unknown: Tensor | None = None,
-    indices: Sequence[int] | None = None,
+    model: GPTStage, prompts: Sequence[Sequence[int]], options: GenerationOptions, **how: Any
 ) -> list[list[int]]:
-    """The new ids of each prompt, fewer than `max_new_tokens` where the model chose one of `stop`. See `stream`."""
+    """The new ids of each prompt, fewer than `max_new_tokens` where the model chose one of `stop`. `how`: see
+    `stream`."""
     results: list[list[int]] = [[] for _ in prompts]
-    for step in stream(model, prompts, options, stop=stop, unknown=unknown, indices=indices):
+    for step in stream(model, prompts, options, **how):
         for result, token in zip(results, step, strict=True):
             if token is not None:
                 result.append(token)
