@@ -65,14 +65,25 @@ def _claim(file: Path, place: str) -> int:
         try:
             if not _lock(descriptor, fcntl.LOCK_EX, place):
                 raise _used(descriptor, place)
-            if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+            if _is_at(descriptor, file):
                 os.truncate(descriptor, 0)
                 os.write(descriptor, f"{_myself()}, since {datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z}\n".encode())
                 return descriptor
+        except OSError as error:  # a full disk
+            os.close(descriptor)
+            raise UserError(f"cannot write {file}: {error.strerror or error}") from None
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)  # its owner has just removed it
+
+
+def _is_at(descriptor: int, file: Path) -> bool:
+    """Whether the open file still has the name `file`: its owner may have removed it before it was locked."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _lock(descriptor: int, kind: int, place: str) -> bool:

@@ -88,6 +88,18 @@ def test_an_owner_that_ends_while_another_waits_for_its_lock_does_not_make_two(
             check_unowned(file, "--save run")
 
 
+def test_a_full_disk_is_told_and_leaves_no_owner(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_descriptor: int, _data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", refuse)
+        with pytest.raises(UserError, match=f"cannot write {file}: No space left"), owning(file, "--save run"):
+            pass
+    with owning(file, "--save run"):
+        check_unowned(file, "--save run", but_mine=True)
+
+
 def test_a_file_system_without_locks_is_warned_of(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_descriptor: int, _kind: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
