@@ -12,12 +12,15 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from megalite.config.errors import UserError
 from megalite.files.atomic import replacing
+
+T = TypeVar("T")
 
 
 def digest(content: bytes | memoryview) -> str:
@@ -31,58 +34,49 @@ def file_digest(path: str) -> str:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def cached_arrays(
-    folder: str,
-    label: str,
-    key: Mapping[str, Any],
-    names: tuple[str, ...],
-    build: Callable[[], tuple[np.ndarray, ...]],
-    notes: list[str],
-) -> tuple[np.ndarray, ...]:
-    """The arrays `names`, mapped from `folder` where they lie there, else built and stored.
-
-    key: JSON-ready, all that the arrays depend on. label: readable start of the file names. Where the folder can't be
-    written or holds a damaged file, the built arrays are returned from memory and `notes` gets a line.
-    """
-    readable = re.sub(r"[^A-Za-z0-9_.-]+", "_", label)[:100]
-    stem = f"{readable}-{digest(json.dumps(key, sort_keys=True).encode())}"
-    paths = [os.path.join(folder, f"{stem}-{name}.npy") for name in names]
-    if all(os.path.exists(path) for path in paths):
-        try:
-            return tuple(np.load(path, mmap_mode="r") for path in paths)
-        except (OSError, ValueError) as error:
-            notes.append(f"index cache {stem} in {folder} is damaged ({error}): delete it; this run doesn't use it")
-            return build()
-    arrays = build()
-    try:
-        for path, array in zip(paths, arrays, strict=True):
-            with replacing(path, keep_existing=True) as stream:
-                np.save(stream, array, allow_pickle=False)
-        return tuple(np.load(path, mmap_mode="r") for path in paths)
-    except (UserError, OSError, ValueError) as error:
-        notes.append(
-            f"cannot keep the sample index in {folder} ({error}), so every start builds it again: give a writable "
-            "folder with --data-cache-path"
-        )
-        return arrays
-
-
+@dataclass(frozen=True)
 class MappedArrays:
-    """A base of objects whose attributes are arrays: a pickle has the names of files where they are mapped whole."""
+    """A base of objects whose fields are arrays: a pickle has the names of files where they are mapped whole."""
+
+    @classmethod
+    def cached(
+        cls, folder: str, label: str, key: Mapping[str, Any], build: Callable[[], Self], notes: list[str]
+    ) -> Self:
+        """The object, its arrays mapped from `folder` where they lie there, else built and stored.
+
+        key: JSON-ready, all that the arrays depend on. label: readable start of the file names. Where the folder can't
+        be written or holds a damaged file, the built object is returned from memory and `notes` gets a line.
+        """
+        readable = re.sub(r"[^A-Za-z0-9_.-]+", "_", label)[:100]
+        stem = f"{readable}-{digest(json.dumps(key, sort_keys=True).encode())}"
+        paths = [os.path.join(folder, f"{stem}-{each.name}.npy") for each in fields(cls)]
+        if all(os.path.exists(path) for path in paths):
+            try:
+                return _restore(cls, *paths)
+            except (OSError, ValueError) as error:
+                notes.append(f"index cache {stem} in {folder} is damaged ({error}): delete it; this run doesn't use it")
+                return build()
+        built = build()
+        try:
+            for path, array in zip(paths, vars(built).values(), strict=True):
+                with replacing(path, keep_existing=True) as stream:
+                    np.save(stream, array, allow_pickle=False)
+            return _restore(cls, *paths)
+        except (UserError, OSError, ValueError) as error:
+            notes.append(
+                f"cannot keep the sample index in {folder} ({error}), so every start builds it again: give a writable "
+                "folder with --data-cache-path"
+            )
+            return built
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restore, (type(self), *map(mapped_state, vars(self).values()))
+        # The file's name where an array is mapped whole from one, else the array.
+        states = (
+            str(each.filename) if isinstance(each, np.memmap) and each.filename else each
+            for each in vars(self).values()
+        )
+        return _restore, (type(self), *states)
 
 
-def _restore(kind: Callable[..., Any], *states: np.ndarray | str) -> Any:
-    return kind(*map(from_mapped_state, states))
-
-
-def mapped_state(array: np.ndarray) -> np.ndarray | str:
-    """What to pickle for an array: the file's name where it is mapped whole from one, else the array."""
-    return str(array.filename) if isinstance(array, np.memmap) and array.filename else array
-
-
-def from_mapped_state(state: np.ndarray | str) -> np.ndarray:
-    """The inverse of `mapped_state`."""
-    return np.load(state, mmap_mode="r") if isinstance(state, str) else state
+def _restore(kind: type[T], *states: np.ndarray | str) -> T:
+    return kind(*(np.load(state, mmap_mode="r") if isinstance(state, str) else state for state in states))

@@ -10,20 +10,19 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 from tqdm import tqdm
 
 from megalite.config.errors import UserError
-from megalite.data.cache import cached_arrays, file_digest
+from megalite.data.cache import file_digest
 from megalite.data.jsonl import Progress
 from megalite.data.packing import TokenSequences
 from megalite.data.tokenizer_base import Tokenizer
 
 SAMPLES_VERSION = 2  # to be raised where other samples are made of the same files
 _LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2")
-_SEQUENCES = ("tokens", "counted", "begins", "origins")
+S = TypeVar("S", bound=TokenSequences)
 
 
 @dataclass(frozen=True)
@@ -34,30 +33,26 @@ class SampleCache:
 
     def samples(
         self,
+        kind: type[S],
         tokenizer: Tokenizer,
         paths: Sequence[str],
         key: Mapping[str, Any],
-        extra: str,
-        build: Callable[[Progress], tuple[TokenSequences, np.ndarray]],
+        build: Callable[[Progress], S],
         notes: list[str],
-    ) -> tuple[TokenSequences, np.ndarray]:
-        """The samples of the data files `paths`, and one more array, called `extra`: mapped where they are there, else
-        built under a progress bar and stored. `key`: what they depend on besides. `build` calls back with the bytes
-        that it has read."""
+    ) -> S:
+        """The samples of the data files `paths`: mapped where they are there, else built under a progress bar and
+        stored. `key`: what they depend on besides. `build` calls back with the bytes that it has read."""
         libraries = {name: _version(name) for name in _LIBRARIES}
         made_by = {"version": SAMPLES_VERSION, "tokenizer": tokenizer.fingerprint(), "libraries": libraries}
         whole = {**made_by, "data": [_content(path) for path in paths], **key}
         folder = self.folder or os.path.join(os.path.dirname(os.path.abspath(paths[0])), "cache")
 
-        def arrays() -> tuple[np.ndarray, ...]:
+        def build_and_show() -> S:
             total = sum(os.path.getsize(path) for path in paths)
             with tqdm(total=total, unit="B", unit_scale=True, desc=f"tokenize {paths[0]}", disable=None) as bar:
-                sequences, more = build(bar.update)
-            return *vars(sequences).values(), more
+                return build(bar.update)
 
-        names = (*_SEQUENCES, extra)
-        *sequences, more = cached_arrays(folder, os.path.basename(paths[0]), whole, names, arrays, notes)
-        return TokenSequences(*sequences), more
+        return kind.cached(folder, os.path.basename(paths[0]), whole, build_and_show, notes)
 
 
 def _content(path: str) -> str:

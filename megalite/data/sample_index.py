@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megalite.data.cache import MappedArrays, cached_arrays, digest
+from megalite.data.cache import MappedArrays, digest
 
 # A last epoch that gives fewer than this share of an epoch's samples is shuffled on its own, so that its documents
 # aren't drawn early in place of a whole epoch's.
@@ -133,9 +133,7 @@ def load_or_build_index(
         "threshold": LAST_EPOCH_THRESHOLD,
     }
 
-    def build() -> tuple[np.ndarray, ...]:
-        index = build_index(lengths, first, last, num_samples=num_samples, seq_length=seq_length, seed=seed)
-        return index.document_index, index.sample_index, index.shuffle_index
+    def build() -> SampleIndex:
+        return build_index(lengths, first, last, num_samples=num_samples, seq_length=seq_length, seed=seed)
 
-    names = ("document_index", "sample_index", "shuffle_index")
-    return SampleIndex(*cached_arrays(folder, label, key, names, build, notes))
+    return SampleIndex.cached(folder, label, key, build, notes)

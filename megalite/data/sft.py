@@ -97,6 +97,13 @@ class ReadReport:
         return result
 
 
+@dataclass(frozen=True)
+class SftSamples(TokenSequences):
+    """Samples, and the `ReadReport` on them as int64 numbers."""
+
+    report: np.ndarray
+
+
 def build_sft_datasets(
     options: SftOptions, tokenizer: Tokenizer, tokenizer_model: str | None, sizes: tuple[int, int, int]
 ) -> Datasets:
@@ -110,37 +117,51 @@ def build_sft_datasets(
     eod = require_eod(tokenizer, "--sft-data")
     reader, result = SftReader(options, tokenizer, tokenizer_model), Datasets()
     pad = eod if tokenizer.pad is None else tokenizer.pad
-    data, report = _read(reader, options.data, "--sft-data", result.notes)
-    result.conversations = report.conversations > 0
-    valid = data
+    data = valid = _read(reader, options.data, "--sft-data", result.notes)
+    result.conversations = ReadReport(*data.report.tolist()).conversations > 0
     if options.valid_data:
-        valid, _ = _read(reader, options.valid_data, "--sft-valid-data", result.notes)
-    train, held = divide(options, data, valid)
-    if sizes[0]:
-        result.train = _rows(options, data, train, pad)
-        result.summaries.append(summary("train", options.data, result.train, sizes[0]))
-        result.notes.append(_filling("train", result.train))
-    if sizes[1] and len(held):
-        result.valid = _rows(options, valid, held, pad)
-        result.summaries.append(summary("valid", options.valid_data or options.data, result.valid, sizes[1]))
-        result.notes.append(_filling("valid", result.valid))
-    return result
+        valid = _read(reader, options.valid_data, "--sft-valid-data", result.notes)
+
+    def rows(split: str, chosen: np.ndarray) -> RowDataset:
+        found = _rows(options, data if split == "train" else valid, chosen, pad)
+        result.notes.append(_filling(split, found))
+        return found
+
+    return fill(result, options, data, valid, sizes, rows)
 
 
-def _read(reader: SftReader, paths: Sequence[str], flag: str, notes: list[str]) -> tuple[TokenSequences, ReadReport]:
+def _read(reader: SftReader, paths: Sequence[str], flag: str, notes: list[str]) -> SftSamples:
     """As `SftReader.read`, from the cache where it is there. `notes` get the report."""
     options = reader.options
 
-    def build(progress: Progress | None = None) -> tuple[TokenSequences, np.ndarray]:
+    def build(progress: Progress | None = None) -> SftSamples:
         data, report = reader.read(paths, flag, progress)
-        return data, np.array(astuple(report), dtype=np.int64)
+        return SftSamples(*vars(data).values(), np.array(astuple(report), dtype=np.int64))
 
     key = {"seq_length": options.seq_length, "long_answers": options.long_answers, "template": reader.template()}
     cache = options.cache
-    data, counts = build() if cache is None else cache.samples(reader.tokenizer, paths, key, "report", build, notes)
-    report = ReadReport(*counts.tolist())
-    notes += report.lines(flag, options.seq_length)
-    return data, report
+    samples = build() if cache is None else cache.samples(SftSamples, reader.tokenizer, paths, key, build, notes)
+    notes += ReadReport(*samples.report.tolist()).lines(flag, options.seq_length)
+    return samples
+
+
+def fill(
+    result: Datasets,
+    options: SftOptions,
+    data: TokenSequences,
+    valid: TokenSequences,
+    sizes: tuple[int, int, int],
+    rows: Callable[[str, np.ndarray], RowDataset],
+) -> Datasets:
+    """Put the sets that are needed, made by `rows` of a split's name and the chosen samples, into `result`."""
+    train, held = divide(options, data, valid)
+    if sizes[0]:
+        result.train = found = rows("train", train)
+        result.summaries.append(_summary("train", options.data, found, sizes[0]))
+    if sizes[1] and len(held):
+        result.valid = found = rows("valid", held)
+        result.summaries.append(_summary("valid", options.valid_data or options.data, found, sizes[1]))
+    return result
 
 
 def check_sft(options: SftOptions, tokenizer: Tokenizer, tokenizer_model: str | None) -> list[str]:
@@ -318,7 +339,7 @@ def _filling(split: str, rows: RowDataset) -> str:
     return f"{split}: not packed; samples fill {share:.1%} of a row, the longest {taken.max() / rows.seq_length:.1%}"
 
 
-def summary(split: str, files: Sequence[str], rows: RowDataset, drawn: int) -> SplitSummary:
+def _summary(split: str, files: Sequence[str], rows: RowDataset, drawn: int) -> SplitSummary:
     """Of a set of which the run draws so many rows."""
     return SplitSummary(
         split=split,
