@@ -9,17 +9,10 @@ from megalite.config.blends import parse_blend
 from megalite.config.errors import UserError
 from megalite.config.fields import needs
 from megalite.config.resolve import DEFAULT_TOKENIZER, data_parallel_size, parse_split
-from megalite.config.schema import RunConfig, TokenizerConfig
+from megalite.config.schema import TOKENIZER_NEEDS, RunConfig, TokenizerConfig
 
 MOST_GROWTHS = 1 << 16  # of --rampup-batch-size: each becomes an entry of a list
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
-TOKENIZER_NEEDS = {
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "TikTokenizer": ("tokenizer_model",),
-    "NullTokenizer": ("vocab_size",),
-}
 
 
 def batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:

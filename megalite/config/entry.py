@@ -44,9 +44,15 @@ class Loaders:
 ACTIVATIONS = {"swiglu", "squared_relu", "openai_gelu"}
 NOT_FROM_CHECKPOINT = {"preset", "attention_backend", "attention_softmax_in_fp32", "init_method_std", "label_smoothing"}
 # What a pretrained network says, and the command line may say otherwise.
-FREE = {"init_method_std", "hidden_dropout", "attention_dropout"}
+MAY_DIFFER = {"init_method_std", "hidden_dropout", "attention_dropout"}
 # What it doesn't say.
-UNSAID = {"preset", "attention_backend", "attention_softmax_in_fp32", "label_smoothing", "make_vocab_size_divisible_by"}
+NOT_FROM_BASE_MODEL = {
+    "preset",
+    "attention_backend",
+    "attention_softmax_in_fp32",
+    "label_smoothing",
+    "make_vocab_size_divisible_by",
+}
 
 FEW = 2  # up to so many missing flags, each is a line of its own
 
@@ -141,8 +147,8 @@ def fill_from_base_model(
     A FlagError for flags that contradict the network. A tokenizer that the command line names replaces the folder's.
     """
     problems = [] if classes is None else _take_classes(config, classes)
-    network = {f"model.{name}": value for name, value in vars(model).items() if name not in UNSAID}
-    free = {f"model.{name}" for name in FREE}
+    network = {f"model.{name}": value for name, value in vars(model).items() if name not in NOT_FROM_BASE_MODEL}
+    free = {f"model.{name}" for name in MAY_DIFFER}
     if model.position_embedding_type in ROTARY:
         free.add("model.max_position_embeddings")
     for field, ours, theirs in _take(config, network, explicit):

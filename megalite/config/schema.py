@@ -22,6 +22,15 @@ from megalite.config.schema_model import ROTARY as ROTARY
 from megalite.config.schema_model import ModelConfig as ModelConfig
 from megalite.config.values import type_problem
 
+TOKENIZER_NEEDS = {
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "TikTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+"""The kinds of tokenizers, and the fields of `TokenizerConfig` that each needs, in the order in which it takes them."""
+
 
 @dataclass
 class LayoutConfig:
@@ -256,13 +265,7 @@ class TokenizerConfig:
     tokenizer_type: str = flag(
         None,
         "kind of tokenizer; default GPT2BPETokenizer",
-        choices=(
-            "SentencePieceTokenizer",
-            "HuggingFaceTokenizer",
-            "GPT2BPETokenizer",
-            "TikTokenizer",
-            "NullTokenizer",
-        ),
+        choices=tuple(TOKENIZER_NEEDS),
     )
     tokenizer_model: str | None = flag(None, "file (or for HuggingFaceTokenizer the folder) of the tokenizer")
     tiktoken_pattern: str | None = flag(None, "how TikTokenizer splits words", choices=("v1", "v2"))

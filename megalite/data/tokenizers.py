@@ -15,9 +15,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megalite.config.check_run import TOKENIZER_NEEDS, tokenizer_problems
+from megalite.config.check_run import tokenizer_problems
 from megalite.config.errors import FlagError, UserError
-from megalite.config.schema import TokenizerConfig
+from megalite.config.schema import TOKENIZER_NEEDS, TokenizerConfig
 from megalite.data.tokenizer_base import MARK, IncrementalDetokenizer, Tokenizer, first_line, load_library, read_file
 from megalite.data.tokenizer_json import GPT2BPETokenizer, HuggingFaceTokenizer
 

@@ -134,12 +134,6 @@ def test_what_is_missing_is_named(path: str, problem: str) -> None:
     assert check(given("", without=path), 1)[0].startswith(problem)
 
 
-def test_an_empty_command_line_is_told_all_that_it_needs() -> None:
-    problems = check(RunConfig(), 1)
-    assert len(problems) == 10
-    assert all("--" in line for line in problems)
-
-
 def test_an_empty_path_is_an_unset_variable() -> None:
     config = given("--save x --save-interval 1")
     config.checkpoint.save = ""

@@ -331,7 +331,6 @@ def test_broken_gpt2_files_are_named(bpe_files: tuple[str, str], tmp_path: Path)
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "--vocab-size 0"),
         ({"tokenizer_type": "SentencePieceTokenizer"}, "needs --tokenizer-model"),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v"}, "needs --merge-file"),
-        ({"tokenizer_type": "WordTokenizer"}, "WordTokenizer is unknown"),
     ],
 )
 def test_missing_flags_are_named(fields: dict[str, Any], message: str) -> None:
