@@ -157,19 +157,13 @@ def check_classification(options: SftOptions, tokenizer: Tokenizer, names: Seque
 
 
 def _encode(line: Line, encoder: TextEncoder) -> list[int]:
-    for key in ("text", "label"):
-        if key not in line.value:
-            there = ", ".join(list(line.value)[:8]) or "none"
-            raise line.error(f"text and label are needed; the line's keys: {there}")
-    text = line.value["text"]
-    if not isinstance(text, str):
-        raise line.error(f"text must be a string, not {excerpt(text)}")
+    if not line.value.keys() >= {"text", "label"}:
+        raise line.error(f"text and label are needed; the line's keys: {line.keys}")
+    text = line.text("text")
     if not text.strip():
         raise line.error("the text is empty")
-    try:
+    with line.naming():
         ids = encoder.whole(text)
-    except UserError as error:
-        raise line.error(str(error)) from None
     if not ids:
         raise line.error("the text has no tokens")
     return ids

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.errors import FlagError, UserError
+from megalite.config.errors import UserError
 from megalite.data.chat_forms import PAIR, conversation_of, form_of, pair_of
 from megalite.data.chat_template import Chat, load_chat
 from megalite.data.gpt_dataset import Datasets, SplitSummary
@@ -297,7 +297,7 @@ class SftReader:
         """The samples of a line: ids of context and answers apart, each sample ending with an answer. One, or several
         where the chat template gives some answers another context than later ones see; none where the line has no
         answer and needn't. Raises UserError with file and line."""
-        try:
+        with line.naming():
             form = form_of(line)
             if form != PAIR:
                 found = conversation_of(line, form, self.chat.template)
@@ -308,11 +308,6 @@ class SftReader:
             prompt, completion = map(self.encoder.protect, pair_of(line))
             pieces = self.encoder.encode([TextSegment(prompt, False), TextSegment(completion + EOD_SIGN, True)])
             return [[EncodedPiece(self.encoder.prefix, False), *pieces]]
-        except FlagError:
-            raise
-        except UserError as error:
-            place = f"{line.path}:{line.number}: "
-            raise error if str(error).startswith(place) else line.error(str(error)) from None
 
     def prompt(self, text: str, form: str) -> list[int]:
         """The ids after which a model that learns from lines of this form answers `text`."""
