@@ -15,11 +15,11 @@ from functools import partial
 import numpy as np
 
 from megalite.config.errors import UserError
+from megalite.data.cache import SampleCache
 from megalite.data.document_mask import Item
 from megalite.data.gpt_dataset import Datasets
 from megalite.data.jsonl import Line, Progress, read_lines
 from megalite.data.packing import RowDataset, Rows, SequenceBuilder, TokenSequences
-from megalite.data.sample_cache import SampleCache
 from megalite.data.segments import TextEncoder
 from megalite.data.sft import NO_SAMPLES, SftOptions, fill, problems_of_first_lines
 from megalite.data.text_input import excerpt

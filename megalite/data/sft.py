@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from megalite.config.errors import UserError
+from megalite.data.cache import SampleCache
 from megalite.data.chat_forms import PAIR, conversation_of, form_of, pair_of
 from megalite.data.chat_template import Chat, load_chat
 from megalite.data.gpt_dataset import Datasets, SplitSummary
 from megalite.data.jsonl import Line, Progress, read_lines
 from megalite.data.packing import RowDataset, Rows, SequenceBuilder, TokenSequences
-from megalite.data.sample_cache import SampleCache
 from megalite.data.sampler import fixed_permutation
 from megalite.data.segments import EOD_SIGN, EncodedPiece, TextEncoder, TextSegment
 from megalite.data.tokenizer_base import Tokenizer
@@ -99,9 +99,13 @@ class ReadReport:
 
 @dataclass(frozen=True)
 class SftSamples(TokenSequences):
-    """Samples, and the `ReadReport` on them as int64 numbers."""
+    """Samples, and the fields of the `ReadReport` on them, int64."""
 
     report: np.ndarray
+
+    def counts(self) -> ReadReport:
+        """What reading them gave."""
+        return ReadReport(*self.report.tolist())
 
 
 def build_sft_datasets(
@@ -118,7 +122,7 @@ def build_sft_datasets(
     reader, result = SftReader(options, tokenizer, tokenizer_model), Datasets()
     pad = eod if tokenizer.pad is None else tokenizer.pad
     data = valid = _read(reader, options.data, "--sft-data", result.notes)
-    result.conversations = ReadReport(*data.report.tolist()).conversations > 0
+    result.conversations = data.counts().conversations > 0
     if options.valid_data:
         valid = _read(reader, options.valid_data, "--sft-valid-data", result.notes)
 
@@ -133,15 +137,11 @@ def build_sft_datasets(
 def _read(reader: SftReader, paths: Sequence[str], flag: str, notes: list[str]) -> SftSamples:
     """As `SftReader.read`, from the cache where it is there. `notes` get the report."""
     options = reader.options
-
-    def build(progress: Progress | None = None) -> SftSamples:
-        data, report = reader.read(paths, flag, progress)
-        return SftSamples(*vars(data).values(), np.array(astuple(report), dtype=np.int64))
-
+    build = functools.partial(reader.read, paths, flag)
     key = {"seq_length": options.seq_length, "long_answers": options.long_answers, "template": reader.template()}
     cache = options.cache
     samples = build() if cache is None else cache.samples(SftSamples, reader.tokenizer, paths, key, build, notes)
-    notes += ReadReport(*samples.report.tolist()).lines(flag, options.seq_length)
+    notes += samples.counts().lines(flag, options.seq_length)
     return samples
 
 
@@ -236,9 +236,7 @@ class SftReader:
             return []
         return [chat.source, chat.variables]
 
-    def read(
-        self, paths: Sequence[str], flag: str, progress: Progress | None = None
-    ) -> tuple[TokenSequences, ReadReport]:
+    def read(self, paths: Sequence[str], flag: str, progress: Progress | None = None) -> SftSamples:
         """The samples of some files, in order. Raises UserError where none is left."""
         builder, report = SequenceBuilder(), ReadReport()
         for number, line in enumerate(line for path in paths for line in read_lines(path, flag, progress)):
@@ -251,7 +249,7 @@ class SftReader:
         if not report.samples:
             why = f"none of its {report.dropped} samples fits --seq-length" if report.dropped else NO_SAMPLES
             raise UserError(f"{flag} {' '.join(paths)}: {why}")
-        return builder.build(), report
+        return SftSamples(*vars(builder.build()).values(), np.array(astuple(report), dtype=np.int64))
 
     def _add(
         self, line: Line, number: int, pieces: Sequence[EncodedPiece], builder: SequenceBuilder, report: ReadReport

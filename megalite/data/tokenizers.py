@@ -18,20 +18,8 @@ from pathlib import Path
 from megalite.config.check_run import tokenizer_problems
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TOKENIZER_NEEDS, TokenizerConfig
-from megalite.data.tokenizer_base import MARK, IncrementalDetokenizer, Tokenizer, first_line, load_library, read_file
+from megalite.data.tokenizer_base import MARK, Tokenizer, first_line, load_library, read_file
 from megalite.data.tokenizer_json import GPT2BPETokenizer, HuggingFaceTokenizer
-
-__all__ = [
-    "GPT2BPETokenizer",
-    "HuggingFaceTokenizer",
-    "IncrementalDetokenizer",
-    "NullTokenizer",
-    "SentencePieceTokenizer",
-    "TikTokenizer",
-    "Tokenizer",
-    "build_tokenizer",
-    "require_eod",
-]
 
 LONG_TEXT = 1 << 16  # characters that SentencePiece sees at once
 SPACE_MARK = "\u2581"  # what SentencePiece writes for a space inside its pieces

@@ -14,11 +14,11 @@ import pytest
 
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
+from megalite.data.cache import SampleCache
 from megalite.data.document_mask import SampleSource
 from megalite.data.gpt_dataset import Datasets
 from megalite.data.packing import RowDataset, TokenSequences
-from megalite.data.sample_cache import SampleCache
-from megalite.data.sft import ReadReport, SftOptions, SftReader, build_sft_datasets, check_sft, hold_out
+from megalite.data.sft import ReadReport, SftOptions, SftReader, SftSamples, build_sft_datasets, check_sft, hold_out
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, build_tokenizer
 from tests.data.chat_files import CONVERSATION, REASONING_TEMPLATE, chat_tokenizer, pairs, put_template, write_lines
@@ -45,11 +45,12 @@ def options(*data: str, **changes: Any) -> SftOptions:
     return SftOptions(**{"data": data, "seq_length": 64, "seed": 3, **changes})
 
 
-def read(path: Path, lines: Lines, folder: Path | None = None, **changes: Any) -> tuple[TokenSequences, ReadReport]:
+def read(path: Path, lines: Lines, folder: Path | None = None, **changes: Any) -> tuple[SftSamples, ReadReport]:
     """What is read of a file of these lines, with the chat tokenizer of a folder, or else NullTokenizer."""
     file = write_lines(path / "a.jsonl", lines)
     tokenizer = NULL if folder is None else HuggingFaceTokenizer(str(folder))
-    return SftReader(options(file, **changes), tokenizer, str(folder)).read([file], "--sft-data")
+    samples = SftReader(options(file, **changes), tokenizer, str(folder)).read([file], "--sft-data")
+    return samples, samples.counts()
 
 
 def sets(

@@ -15,7 +15,8 @@ import tokenizers
 
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
-from megalite.data.tokenizers import IncrementalDetokenizer, Tokenizer, build_tokenizer, require_eod
+from megalite.data.tokenizer_base import IncrementalDetokenizer
+from megalite.data.tokenizers import Tokenizer, build_tokenizer, require_eod
 from tests.data.corpora import CHINESE, CODE, EMOJI, ENGLISH, ODD, SAMPLES, byte_level, sentencepiece_model
 
 
