@@ -22,7 +22,7 @@ from megalite.data.chat_template import ChatTemplate
 from megalite.data.jsonl import Line
 from megalite.data.text_input import excerpt
 
-ROLES = ("system", "user", "assistant", "tool")
+_ROLES = ("system", "user", "assistant", "tool")
 FORMS = {
     "messages": ("messages",),
     "conversations": ("conversations",),
@@ -153,9 +153,9 @@ def _checked(line: Line, number: int, message: Any, template: ChatTemplate) -> t
     if not isinstance(message, dict):
         raise line.error(f"message {number} must be an object with role and content, not {excerpt(message)}")
     role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
+    if role not in _ROLES:
         problem = f"has the role {excerpt(role)}" if "role" in message else "has no role"
-        raise line.error(f"message {number} {problem}; known are {', '.join(ROLES)}")
+        raise line.error(f"message {number} {problem}; known are {', '.join(_ROLES)}")
     for key, value in message.items():
         if key not in _KEYS and value not in (None, "", [], {}) and not template.reads(key):
             raise line.error(

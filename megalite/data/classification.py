@@ -21,7 +21,7 @@ from megalite.data.gpt_dataset import Datasets
 from megalite.data.jsonl import Line, Progress, read_lines
 from megalite.data.packing import RowDataset, Rows, SequenceBuilder, TokenSequences
 from megalite.data.segments import TextEncoder
-from megalite.data.sft import NO_SAMPLES, SftOptions, fill, problems_of_first_lines
+from megalite.data.sft import NO_SAMPLES, SftOptions, add_sets, problems_of_first_lines
 from megalite.data.text_input import excerpt
 from megalite.data.tokenizer_base import Tokenizer
 
@@ -75,7 +75,7 @@ def read_labelled_texts(
         if not labels:
             raise UserError(f"{flag} {' '.join(paths)}: {NO_SAMPLES}")
         labels_and_cut = np.frombuffer(json.dumps([labels, cut]).encode(), np.uint8)
-        return _Encoded(*vars(builder.build()).values(), labels_and_cut)
+        return _Encoded(**vars(builder.build()), labels_and_cut=labels_and_cut)
 
     key = {"seq_length": seq_length, "labels": names}
     notes = [] if notes is None else notes
@@ -147,7 +147,7 @@ def build_classification_datasets(
     def rows(split: str, chosen: np.ndarray) -> RowDataset:
         return ClassificationDataset(texts if split == "train" else valid, seq_length=length, pad=pad, chosen=chosen)
 
-    return fill(result, options, texts.sequences, valid.sequences, sizes, rows), texts.names
+    return add_sets(result, options, texts.sequences, valid.sequences, sizes, rows), texts.names
 
 
 def check_classification(options: SftOptions, tokenizer: Tokenizer, names: Sequence[str] | None = None) -> list[str]:

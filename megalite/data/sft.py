@@ -131,7 +131,7 @@ def build_sft_datasets(
         result.notes.append(_filling(split, found))
         return found
 
-    return fill(result, options, data, valid, sizes, rows)
+    return add_sets(result, options, data, valid, sizes, rows)
 
 
 def _read(reader: SftReader, paths: Sequence[str], flag: str, notes: list[str]) -> SftSamples:
@@ -145,7 +145,7 @@ def _read(reader: SftReader, paths: Sequence[str], flag: str, notes: list[str]) 
     return samples
 
 
-def fill(
+def add_sets(
     result: Datasets,
     options: SftOptions,
     data: TokenSequences,
@@ -249,7 +249,7 @@ class SftReader:
         if not report.samples:
             why = f"none of its {report.dropped} samples fits --seq-length" if report.dropped else NO_SAMPLES
             raise UserError(f"{flag} {' '.join(paths)}: {why}")
-        return SftSamples(*vars(builder.build()).values(), np.array(astuple(report), dtype=np.int64))
+        return SftSamples(**vars(builder.build()), report=np.array(astuple(report), dtype=np.int64))
 
     def _add(
         self, line: Line, number: int, pieces: Sequence[EncodedPiece], builder: SequenceBuilder, report: ReadReport

@@ -239,7 +239,7 @@ class NullTokenizer(Tokenizer):
         return " ".join(map(str, ids))
 
 
-KINDS: dict[str, Callable[..., Tokenizer]] = {
+TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
     "SentencePieceTokenizer": SentencePieceTokenizer,
     "HuggingFaceTokenizer": HuggingFaceTokenizer,
     "GPT2BPETokenizer": GPT2BPETokenizer,
@@ -256,7 +256,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """
     kind = config.tokenizer_type
     if kind is None:
-        raise FlagError(f"--tokenizer-type is missing: {', '.join(KINDS)}")
+        raise FlagError(f"--tokenizer-type is missing: {', '.join(TOKENIZERS)}")
     for problem in tokenizer_problems(config):
         raise FlagError(problem)
     if config.parse_special_tokens and kind in ("NullTokenizer", "SentencePieceTokenizer"):
@@ -264,7 +264,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     values = [getattr(config, name) for name in TOKENIZER_NEEDS[kind]]
     if kind == "TikTokenizer":
         values += [config.tiktoken_pattern, config.vocab_size]
-    tokenizer = KINDS[kind](*values)
+    tokenizer = TOKENIZERS[kind](*values)
     tokenizer.parse_special_tokens = config.parse_special_tokens
     if kind != "NullTokenizer" and config.vocab_size not in (None, tokenizer.vocab_size):
         raise FlagError(

@@ -134,9 +134,11 @@ def test_any_other_failure_brings_the_workers_traceback(num_workers: int) -> Non
             next(batches)
 
 
-def test_workers_outlive_stop_signals_and_end_with_close() -> None:
+def test_workers_start_with_the_first_microbatch_outlive_stop_signals_and_end_with_close() -> None:
     before = set(multiprocessing.active_children())
+    loader(mock(), num_workers=2).close()
     batches = loader(mock(), num_workers=2)
+    assert set(multiprocessing.active_children()) == before
     assert [next(batches).sample_ids[0].item() for _ in range(2)] == [0, 2]  # one from each worker: both have started
     workers = set(multiprocessing.active_children()) - before
     assert len(workers) == 2
@@ -150,15 +152,6 @@ def test_workers_outlive_stop_signals_and_end_with_close() -> None:
     assert not any(worker.is_alive() for worker in workers)
     with pytest.raises(ValueError, match="closed"):
         next(batches)
-
-
-def test_workers_start_with_the_first_microbatch_asked_for() -> None:
-    before = set(multiprocessing.active_children())
-    with loader(mock(), num_workers=2) as batches:
-        assert set(multiprocessing.active_children()) == before
-        next(batches)
-        assert len(set(multiprocessing.active_children()) - before) == 2
-    loader(mock(), num_workers=2).close()
 
 
 def test_a_killed_worker_is_reported() -> None:

@@ -80,21 +80,13 @@ def test_the_worked_example() -> None:
     builder.add([4, 5, 6, EOD], [False, False, True, True])
     item = dataset(builder.build(), packed=True, seq_length=8, pad=9)[0]
     expected = {
-        "tokens": [1, 2, 4, 5, 6, 9, 9, 9],
-        "labels": [2, EOD, 5, 6, EOD, 9, 9, 9],
-        "loss_mask": [True, True, False, True, True, False, False, False],
-        "position_ids": [0, 1, 0, 1, 2, 0, 1, 2],
-        "document_ids": [0, 0, 1, 1, 1, 2, 2, 2],
+        "tokens": ("int64", [1, 2, 4, 5, 6, 9, 9, 9]),
+        "labels": ("int64", [2, EOD, 5, 6, EOD, 9, 9, 9]),
+        "loss_mask": ("bool", [True, True, False, True, True, False, False, False]),
+        "position_ids": ("int64", [0, 1, 0, 1, 2, 0, 1, 2]),
+        "document_ids": ("int32", [0, 0, 1, 1, 1, 2, 2, 2]),
     }
-    assert {name: array.tolist() for name, array in item.items()} == expected
-    dtypes = {name: array.dtype.name for name, array in item.items()}
-    assert dtypes == {
-        "tokens": "int64",
-        "labels": "int64",
-        "loss_mask": "bool",
-        "position_ids": "int64",
-        "document_ids": "int32",
-    }
+    assert {name: (array.dtype.name, array.tolist()) for name, array in item.items()} == expected
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 100, 1000])
