@@ -17,7 +17,7 @@ if importlib.util.find_spec("megalite") is None:
 
 import numpy as np
 
-from megalite.config.cli import run_tool
+from lib.cli import run_tool
 from megalite.config.errors import UserError
 from megalite.config.flags import FlagParser, parse_namespace
 from megalite.data.indexed_dataset import IndexedDataset, bin_path

@@ -12,8 +12,8 @@ from pathlib import Path
 if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from lib.cli import run_tool
 from megalite.checkpoint.options import read_options, usage
-from megalite.config.cli import run_tool
 from megalite.config.errors import UserError
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from lib.cli import run_tool
 from megalite.checkpoint.options import add_folder_flags
-from megalite.config.cli import run_tool
 from megalite.config.flags import FlagParser, add_section, explicit_fields, parse_namespace
 from megalite.inference.options import add_generation_flags, check_mode, read_generation_options, read_prompt
 

@@ -9,7 +9,7 @@ from pathlib import Path
 if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.cli import run_tool
+from lib.cli import run_tool
 from megalite.config.fields import section_fields
 from megalite.config.flags import FlagParser, add_section, parse_namespace, read_section
 

@@ -10,8 +10,8 @@ from pathlib import Path
 if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from lib.cli import run_tool
 from megalite.checkpoint.options import add_folder_flags
-from megalite.config.cli import run_tool
 from megalite.config.errors import FlagError, UserError
 from megalite.config.flags import FlagParser, parse_namespace
 

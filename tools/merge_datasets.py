@@ -9,7 +9,7 @@ from pathlib import Path
 if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.cli import run_tool
+from lib.cli import run_tool
 from megalite.config.flags import FlagParser, parse_namespace
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.cli import at_least_one, below_one, run_tool
+from lib.cli import at_least_one, below_one, run_tool
 from megalite.config.entry import refuse_few_flags
 from megalite.config.fields import section_names
 from megalite.config.flags import (

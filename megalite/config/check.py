@@ -43,7 +43,7 @@ def check(config: RunConfig, world_size: int) -> list[str]:
         *(data_problems(config) if config.finetune.sft_data is None else ()),
         *finetune_problems(config),
         *peft_problems(config),
-        *tokenizer_problems(config),
+        *tokenizer_problems(config.tokenizer),
         *checkpoint_problems(config),
         *reporting_problems(config),
     ]

@@ -9,17 +9,10 @@ from megalite.config.blends import parse_blend
 from megalite.config.errors import UserError
 from megalite.config.fields import needs
 from megalite.config.resolve import DEFAULT_TOKENIZER, data_parallel_size, parse_split
-from megalite.config.schema import RunConfig
+from megalite.config.schema import TOKENIZER_NEEDS, RunConfig, TokenizerConfig
 
 MOST_GROWTHS = 1 << 16  # of --rampup-batch-size: each becomes an entry of a list
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
-TOKENIZER_NEEDS = {
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "TikTokenizer": ("tokenizer_model",),
-    "NullTokenizer": ("vocab_size",),
-}
 
 
 def batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -199,14 +192,11 @@ def data_problems(config: RunConfig) -> Iterator[str]:
             yield str(error)
 
 
-def tokenizer_problems(config: RunConfig) -> Iterator[str]:
+def tokenizer_problems(tokenizer: TokenizerConfig) -> Iterator[str]:
     """The files and numbers that a kind of tokenizer needs."""
-    given = config.tokenizer.tokenizer_type
-    kind = given or DEFAULT_TOKENIZER
-    default = "" if given else " (the default)"
-    missing = [
-        f"--{name.replace('_', '-')}" for name in TOKENIZER_NEEDS[kind] if getattr(config.tokenizer, name) is None
-    ]
+    kind = tokenizer.tokenizer_type or DEFAULT_TOKENIZER
+    default = "" if tokenizer.tokenizer_type else " (the default)"
+    missing = [f"--{name.replace('_', '-')}" for name in TOKENIZER_NEEDS[kind] if getattr(tokenizer, name) is None]
     if missing:
         yield f"--tokenizer-type {kind}{default} needs {' and '.join(missing)}"
 

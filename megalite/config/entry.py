@@ -8,13 +8,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from dataclasses import fields as fields_of
 from typing import Any
 
 from megalite.config.check import check, missing_fields, not_built, without_effect
 from megalite.config.check_peft import contradiction
 from megalite.config.errors import FlagError
-from megalite.config.fields import all_fields, get, put
+from megalite.config.fields import Field, all_fields, get, put
 from megalite.config.flags import parse_flags
 from megalite.config.presets import preset_fields
 from megalite.config.resolve import drop_idle, resolve
@@ -45,9 +44,15 @@ class Loaders:
 ACTIVATIONS = {"swiglu", "squared_relu", "openai_gelu"}
 NOT_FROM_CHECKPOINT = {"preset", "attention_backend", "attention_softmax_in_fp32", "init_method_std", "label_smoothing"}
 # What a pretrained network says, and the command line may say otherwise.
-FREE = {"init_method_std", "hidden_dropout", "attention_dropout"}
+MAY_DIFFER = {"init_method_std", "hidden_dropout", "attention_dropout"}
 # What it doesn't say.
-UNSAID = {"preset", "attention_backend", "attention_softmax_in_fp32", "label_smoothing", "make_vocab_size_divisible_by"}
+NOT_FROM_BASE_MODEL = {
+    "preset",
+    "attention_backend",
+    "attention_softmax_in_fp32",
+    "label_smoothing",
+    "make_vocab_size_divisible_by",
+}
 
 FEW = 2  # up to so many missing flags, each is a line of its own
 
@@ -141,24 +146,32 @@ def fill_from_base_model(
 
     A FlagError for flags that contradict the network. A tokenizer that the command line names replaces the folder's.
     """
-    fields, problems = all_fields(), [] if classes is None else _take_classes(config, classes)
-    for name in (each.name for each in fields_of(model) if each.name not in UNSAID):
-        field, theirs = fields[f"model.{name}"], getattr(model, name)
-        free = name in FREE or (name == "max_position_embeddings" and model.position_embedding_type in ROTARY)
-        if field.path not in explicit:
-            put(config, field.path, theirs)
-        elif get(config, field.path) != theirs and not free:
+    problems = [] if classes is None else _take_classes(config, classes)
+    network = {f"model.{name}": value for name, value in vars(model).items() if name not in NOT_FROM_BASE_MODEL}
+    free = {f"model.{name}" for name in MAY_DIFFER}
+    if model.position_embedding_type in ROTARY:
+        free.add("model.max_position_embeddings")
+    for field, ours, theirs in _take(config, network, explicit):
+        if field.path in explicit and field.path not in free:
             problems.append(
-                f"{field.show(get(config, field.path))} contradicts --load-hf {config.finetune.load_hf}, whose network "
-                f"has {field.show(theirs)}: leave the flag out"
+                f"{field.show(ours)} contradicts --load-hf {config.finetune.load_hf}, whose network has "
+                f"{field.show(theirs)}: leave the flag out"
             )
     if problems:
         raise FlagError("\n".join(problems))
     kinds = {"tokenizer.tokenizer_type", "tokenizer.tokenizer_model", "tokenizer.vocab_file", "tokenizer.merge_file"}
     if not kinds & set(explicit):
-        for each in fields_of(tokenizer):
-            if f"tokenizer.{each.name}" not in explicit:
-                put(config, f"tokenizer.{each.name}", getattr(tokenizer, each.name))
+        _take(config, {f"tokenizer.{name}": value for name, value in vars(tokenizer).items()}, explicit)
+
+
+def _take(config: RunConfig, values: Mapping[str, Any], explicit: Collection[str]) -> list[tuple[Field, Any, Any]]:
+    """Set the fields, by path, that the command line didn't give. Returns those whose value is another: the field, ours
+    before and theirs."""
+    fields = all_fields()
+    others = [(fields[path], get(config, path), value) for path, value in values.items() if get(config, path) != value]
+    for path in values.keys() - explicit:
+        put(config, path, values[path])
+    return others
 
 
 def _take_classes(config: RunConfig, classes: tuple[str, ...]) -> list[str]:
@@ -179,12 +192,13 @@ def _take_classes(config: RunConfig, classes: tuple[str, ...]) -> list[str]:
 
 def fill_from_adapter(config: RunConfig, values: Mapping[str, Any], explicit: Collection[str]) -> None:
     """Take what the folder of `--load-adapter` says of the section `peft`. A FlagError for flags that say otherwise."""
-    fields, problems = all_fields(), []
-    for field, value in ((fields[f"peft.{name}"], value) for name, value in values.items()):
-        given = get(config, field.path)
-        if field.path in explicit and given != value:
-            problems.append(contradiction(field.show(given), config.peft.load_adapter or "", value))
-        put(config, field.path, value)
+    told = {f"peft.{name}": value for name, value in values.items()}
+    folder = config.peft.load_adapter or ""
+    problems = [
+        contradiction(field.show(ours), folder, theirs)
+        for field, ours, theirs in _take(config, told, explicit)
+        if field.path in explicit
+    ]
     if problems:
         raise FlagError("\n".join(problems))
 
@@ -206,17 +220,13 @@ def _load_and_fill(config: RunConfig, explicit: Collection[str], loader: Checkpo
 def fill_from_checkpoint(config: RunConfig, saved: RunConfig, explicit: Collection[str]) -> list[str]:
     """Take from a checkpoint's configuration what the command line didn't give of network, tokenizer and sequence
     length. Returns one line for each field that this changes, or that the command line changes against it."""
-    lines = []
-    for field in all_fields().values():
-        network = field.section == "model" and field.name not in NOT_FROM_CHECKPOINT
-        if not (network or field.section == "tokenizer" or field.path == "data.seq_length"):
-            continue
-        ours, theirs = get(config, field.path), get(saved, field.path)
-        if ours == theirs:
-            continue
-        if field.path in explicit:
-            lines.append(f"{field.show(ours)} replaces the checkpoint's {field.show(theirs)}")
-        else:
-            lines.append(f"{field.show(theirs)} comes from the checkpoint")
-            put(config, field.path, theirs)
-    return lines
+    fields = all_fields().values()
+    network = [each.path for each in fields if each.section == "model" and each.name not in NOT_FROM_CHECKPOINT]
+    tokenizer = [each.path for each in fields if each.section == "tokenizer"]
+    values = {path: get(saved, path) for path in (*network, *tokenizer, "data.seq_length")}
+    return [
+        f"{field.show(ours)} replaces the checkpoint's {field.show(theirs)}"
+        if field.path in explicit
+        else f"{field.show(theirs)} comes from the checkpoint"
+        for field, ours, theirs in _take(config, values, explicit)
+    ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config.schema import RunConfig
-from megalite.config.schema_field import AT_LEAST_ONE, NOT_NEGATIVE, Bound
+from megalite.config.schema_field import AT_LEAST_ONE, NOT_NEGATIVE, Flag
 
 FINETUNING = ("finetune", "peft")
 """Sections that only finetune.py has flags for."""
@@ -20,10 +20,10 @@ FINETUNING = ("finetune", "peft")
 KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
 
 
-@dataclass(frozen=True)
-class Field:
-    """One field. `option`: its flag. `kind`: type of a value, of an item where `is_list`. `optional`: may have no value
-    in a resolved configuration. The others as in `schema_field.flag`."""
+@dataclass(frozen=True, kw_only=True)
+class Field(Flag):
+    """One field and its flag. `kind`: type of a value, of an item where `is_list`. `optional`: may have no value in a
+    resolved configuration."""
 
     section: str
     name: str
@@ -31,15 +31,6 @@ class Field:
     is_list: bool
     optional: bool
     default: Any
-    option: str
-    bound: Bound | None
-    aliases: tuple[str, ...]
-    help: str
-    choices: tuple[Any, ...] | None
-    planned: str | None
-    repeatable: bool
-    needed: bool
-    writes: str | None
 
     @property
     def path(self) -> str:
@@ -89,17 +80,19 @@ def all_fields() -> dict[str, Field]:
 def _field(section: str, raw: dataclasses.Field[Any]) -> Field:
     annotation = str(raw.type).removesuffix(" | None")
     kind = KINDS[annotation.removeprefix("list[").removesuffix("]")]
-    said = dict(raw.metadata)
+    said: Flag = raw.metadata["flag"]
+    filled = {
+        "option": said.option or "--" + raw.name.replace("_", "-"),
+        "bound": said.bound or {int: AT_LEAST_ONE, float: NOT_NEGATIVE}.get(kind),
+    }
     return Field(
         section=section,
+        name=raw.name,
         kind=kind,
         is_list=annotation.startswith("list["),
         optional=annotation != raw.type,
-        default=raw.default if raw.default_factory is dataclasses.MISSING else raw.default_factory(),
-        option=said.pop("name") or "--" + raw.name.replace("_", "-"),
-        bound=said.pop("bound") or {int: AT_LEAST_ONE, float: NOT_NEGATIVE}.get(kind),
-        name=raw.name,
-        **said,
+        default=raw.default,
+        **vars(said) | filled,
     )
 
 

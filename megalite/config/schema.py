@@ -22,6 +22,15 @@ from megalite.config.schema_model import ROTARY as ROTARY
 from megalite.config.schema_model import ModelConfig as ModelConfig
 from megalite.config.values import type_problem
 
+TOKENIZER_NEEDS = {
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "TikTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+"""The kinds of tokenizers, and the fields of `TokenizerConfig` that each needs, in the order in which it takes them."""
+
 
 @dataclass
 class LayoutConfig:
@@ -133,13 +142,13 @@ class LearningRateConfig:
     override_opt_param_scheduler: bool = flag(
         False,
         "on resume, use the command line's schedule, without a message if it differs from the checkpoint's",
-        name="--override-opt_param-scheduler",
+        option="--override-opt_param-scheduler",
         aliases=("--override-opt-param-scheduler",),
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
         "on resume, use the checkpoint's schedule instead of the command line's",
-        name="--use-checkpoint-opt_param-scheduler",
+        option="--use-checkpoint-opt_param-scheduler",
         aliases=("--use-checkpoint-opt-param-scheduler",),
     )
 
@@ -235,7 +244,7 @@ class DataConfig:
     test_data_path: list[str] | None = flag(None, "prefix or blend for testing")
     data_args_path: str | None = flag(None, "file with the arguments of --data-path")
     data_cache_path: str | None = flag(None, "folder for the sample indices; default: cache/ beside each dataset")
-    mmap_bin_files: bool = flag(True, "read .bin files instead of memory-mapping them", name="--no-mmap-bin-files")
+    mmap_bin_files: bool = flag(True, "read .bin files instead of memory-mapping them", option="--no-mmap-bin-files")
     mock_data: bool = flag(False, "generated documents with a pattern that a model can learn, instead of files")
     seq_length: int = flag(None, "tokens in a sequence", needed=True)
     num_workers: int = flag(2, "data-loader processes per rank", bound=NOT_NEGATIVE)
@@ -256,13 +265,7 @@ class TokenizerConfig:
     tokenizer_type: str = flag(
         None,
         "kind of tokenizer; default GPT2BPETokenizer",
-        choices=(
-            "SentencePieceTokenizer",
-            "HuggingFaceTokenizer",
-            "GPT2BPETokenizer",
-            "TikTokenizer",
-            "NullTokenizer",
-        ),
+        choices=tuple(TOKENIZER_NEEDS),
     )
     tokenizer_model: str | None = flag(None, "file (or for HuggingFaceTokenizer the folder) of the tokenizer")
     tiktoken_pattern: str | None = flag(None, "how TikTokenizer splits words", choices=("v1", "v2"))
@@ -292,10 +295,10 @@ class CheckpointConfig:
     ckpt_step: int | None = flag(None, "iteration to load instead of the newest")
     finetune: bool = flag(False, "load only the weights and start at iteration 0")
     pretrained_checkpoint: str | None = flag(None, "folder to load weights from if --load has no checkpoint")
-    save_optim: bool = flag(True, "do not save the optimizer's state", name="--no-save-optim")
-    save_rng: bool = flag(True, "do not save the dropout seed", name="--no-save-rng")
-    load_optim: bool = flag(True, "do not load the optimizer's state", name="--no-load-optim")
-    load_rng: bool = flag(True, "do not load the dropout seed: use --seed", name="--no-load-rng")
+    save_optim: bool = flag(True, "do not save the optimizer's state", option="--no-save-optim")
+    save_rng: bool = flag(True, "do not save the dropout seed", option="--no-save-rng")
+    load_optim: bool = flag(True, "do not load the optimizer's state", option="--no-load-optim")
+    load_rng: bool = flag(True, "do not load the dropout seed: use --seed", option="--no-load-rng")
     use_checkpoint_args: bool = flag(False, "take network and tokenizer flags that you leave out from the checkpoint")
     exit_on_missing_checkpoint: bool = flag(False, "fail if --load has no checkpoint, instead of starting a new run")
     async_save: bool = flag(False, "write checkpoints in the background", planned="asynchronous save")

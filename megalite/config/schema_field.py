@@ -21,38 +21,28 @@ ABOVE_ZERO = Bound("must be above 0", lambda value: value > 0)
 BELOW_ONE = Bound("must be from 0 to below 1", lambda value: 0 <= value < 1)
 
 
-def flag(
-    default: Any,
-    help: str,
-    *,
-    bound: Bound | None = None,
-    name: str | None = None,
-    aliases: tuple[str, ...] = (),
-    choices: tuple[Any, ...] | None = None,
-    planned: str | None = None,
-    repeatable: bool = False,
-    needed: bool = False,
-    writes: str | None = None,
-) -> Any:
-    """A dataclass field that becomes a command-line flag.
+@dataclass(frozen=True)
+class Flag:
+    """What a field says of its flag.
 
-    `bound`: of each of its numbers; by default a whole number is at least 1 and another isn't negative. `name`: the
+    `bound`: of each of its numbers; by default a whole number is at least 1 and another isn't negative. `option`: the
     flag, where it isn't the field's name; for a boolean that is on by default it is the flag that turns it off.
     `aliases`: other accepted spellings. `planned`: the feature isn't built yet; its name. Any value but the default is
     then refused by `config.check.not_built`. `repeatable`: a list that grows each time the flag is given. `needed`: no
     run goes without it. `writes`: the flag names where a run writes a "model", other files (a "folder") or one "file".
     """
-    metadata = {
-        "help": help,
-        "bound": bound,
-        "name": name,
-        "aliases": aliases,
-        "choices": choices,
-        "planned": planned,
-        "repeatable": repeatable,
-        "needed": needed,
-        "writes": writes,
-    }
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+
+    help: str
+    bound: Bound | None = None
+    option: str = ""
+    aliases: tuple[str, ...] = ()
+    choices: tuple[Any, ...] | None = None
+    planned: str | None = None
+    repeatable: bool = False
+    needed: bool = False
+    writes: str | None = None
+
+
+def flag(default: Any, help: str, **more: Any) -> Any:
+    """A dataclass field that becomes a command-line flag. `more`: as in `Flag`."""
+    return field(default=default, metadata={"flag": Flag(help, **more)})

@@ -71,7 +71,7 @@ class ModelConfig:
     yarn_correction_range_round_to_int: bool = flag(
         True,
         "yarn: do not round the channel pair numbers computed from --yarn-beta-fast and --yarn-beta-slow",
-        name="--no-yarn-correction-range-round-to-int",
+        option="--no-yarn-correction-range-round-to-int",
     )
     yarn_mscale: float | None = flag(
         None,
@@ -98,7 +98,7 @@ class ModelConfig:
     swiglu: bool = flag(False, "gated SiLU (SwiGLU) in the MLP")
     squared_relu: bool = flag(False, "squared ReLU in the MLP")
     openai_gelu: bool = flag(False, "the tanh approximation of GELU in the MLP")
-    add_bias_linear: bool = flag(True, "leave out the biases of the linear layers", name="--disable-bias-linear")
+    add_bias_linear: bool = flag(True, "leave out the biases of the linear layers", option="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "biases in the QKV projection even with --disable-bias-linear")
     add_proj_bias: bool = flag(False, "a bias in the attention's output projection even with --disable-bias-linear")
     qk_layernorm: bool = flag(False, "normalise queries and keys per head")

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from megalite.data.cache import cached_arrays, from_mapped_state, mapped_state
+from megalite.data.cache import MappedArrays
 from megalite.data.document_mask import Item, SampleSource
 
 # Samples built per member beyond its share, since the greedy order may draw a few more than weight * size.
@@ -90,6 +91,14 @@ def occurrence_index(order: np.ndarray) -> np.ndarray:
     return index
 
 
+@dataclass(frozen=True)
+class BlendIndex(MappedArrays):
+    """Of each sample of a blend its member, int16 [samples], and the number of the sample there, int64 [samples]."""
+
+    dataset_index: np.ndarray
+    dataset_sample_index: np.ndarray
+
+
 class BlendedDataset:
     """Samples of several datasets in the greedy order. A member that is drawn more often than it is long starts again.
 
@@ -104,27 +113,18 @@ class BlendedDataset:
         shares = normalize(weights)
         key = {"version": BLEND_VERSION, "shares": [share.hex() for share in shares], "size": size}
 
-        def build() -> tuple[np.ndarray, np.ndarray]:
+        def build() -> BlendIndex:
             order = greedy_order(shares, size)
-            return order, occurrence_index(order)
+            return BlendIndex(order, occurrence_index(order))
 
-        names = ("dataset_index", "dataset_sample_index")
-        label = f"blend-of-{len(self.members)}"
-        self.dataset_index, self.dataset_sample_index = cached_arrays(folder, label, key, names, build, notes)
-
-    def __getstate__(self) -> tuple[list[SampleSource], np.ndarray | str, np.ndarray | str]:
-        return self.members, mapped_state(self.dataset_index), mapped_state(self.dataset_sample_index)
-
-    def __setstate__(self, state: tuple[list[SampleSource], np.ndarray | str, np.ndarray | str]) -> None:
-        self.members = state[0]
-        self.dataset_index, self.dataset_sample_index = (from_mapped_state(each) for each in state[1:])
+        self.index = BlendIndex.cached(folder, f"blend-of-{len(self.members)}", key, build, notes)
 
     def __len__(self) -> int:
-        return len(self.dataset_index)
+        return len(self.index.dataset_index)
 
     def __getitem__(self, index: int) -> Item:
-        member = self.members[self.dataset_index[index]]
-        return member[int(self.dataset_sample_index[index]) % len(member)]
+        member = self.members[self.index.dataset_index[index]]
+        return member[int(self.index.dataset_sample_index[index]) % len(member)]
 
 
 class ConcatDataset:

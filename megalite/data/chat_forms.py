@@ -22,7 +22,7 @@ from megalite.data.chat_template import ChatTemplate
 from megalite.data.jsonl import Line
 from megalite.data.text_input import excerpt
 
-ROLES = ("system", "user", "assistant", "tool")
+_ROLES = ("system", "user", "assistant", "tool")
 FORMS = {
     "messages": ("messages",),
     "conversations": ("conversations",),
@@ -65,11 +65,10 @@ def form_of(line: Line) -> str:
         return found[0]
     if found:
         raise line.error(f"it has {' and also '.join(found)}: keep only one of these forms")
-    there = ", ".join(list(line.value)[:8]) or "none"
     hint = "; labels are for --task classification" if "label" in line.value else ""
     raise line.error(
         f"messages, conversations, instruction and output, or prompt and completion are needed; the line's keys: "
-        f"{there}{hint}"
+        f"{line.keys}{hint}"
     )
 
 
@@ -83,7 +82,7 @@ def conversation_of(line: Line, form: str, template: ChatTemplate) -> Conversati
         messages = _list_of(line, "messages", "role and content")
     elif form == "conversations":
         messages = [_message_from(line, turn) for turn in _list_of(line, "conversations", "from and value")]
-    elif not _text(line, "output").strip():
+    elif not line.text("output").strip():
         return None
     else:
         messages = _exchange(line)
@@ -94,7 +93,7 @@ def conversation_of(line: Line, form: str, template: ChatTemplate) -> Conversati
     if line.value.get("system"):
         if checked[0][0]["role"] == "system":
             raise line.error("it has both the key system and a first message with the role system: remove one")
-        checked.insert(0, ({"role": "system", "content": _text(line, "system")}, False))
+        checked.insert(0, ({"role": "system", "content": line.text("system")}, False))
     trained = [n for n, (message, counts) in enumerate(checked) if message["role"] == "assistant" and counts]
     return Conversation([message for message, _ in checked], tools, trained)
 
@@ -115,17 +114,10 @@ def pair_of(line: Line) -> tuple[str, str]:
     for key in ("system", "tools"):
         if line.value.get(key):
             raise line.error(f"it has {key} beside prompt and completion, which use no chat template: use messages")
-    completion = _text(line, "completion")
+    completion = line.text("completion")
     if not completion.strip():
         raise line.error("the completion is empty")
-    return _text(line, "prompt"), completion
-
-
-def _text(line: Line, key: str) -> str:
-    value = line.value[key]
-    if not isinstance(value, str):
-        raise line.error(f"{key} must be a string, not {excerpt(value)}")
-    return value
+    return line.text("prompt"), completion
 
 
 def _list_of(line: Line, key: str, keys: str) -> list[Any]:
@@ -150,10 +142,10 @@ def _exchange(line: Line) -> list[Any]:
     """Question and answer of an Alpaca line; its input stands below the instruction."""
     if line.value.get("history"):
         raise line.error("the key history is not supported: write the earlier turns as messages with role and content")
-    question = _text(line, "instruction")
+    question = line.text("instruction")
     if line.value.get("input"):
-        question += "\n" + _text(line, "input")
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(line, "output")}]
+        question += "\n" + line.text("input")
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": line.text("output")}]
 
 
 def _checked(line: Line, number: int, message: Any, template: ChatTemplate) -> tuple[dict[str, Any], bool]:
@@ -161,9 +153,9 @@ def _checked(line: Line, number: int, message: Any, template: ChatTemplate) -> t
     if not isinstance(message, dict):
         raise line.error(f"message {number} must be an object with role and content, not {excerpt(message)}")
     role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
+    if role not in _ROLES:
         problem = f"has the role {excerpt(role)}" if "role" in message else "has no role"
-        raise line.error(f"message {number} {problem}; known are {', '.join(ROLES)}")
+        raise line.error(f"message {number} {problem}; known are {', '.join(_ROLES)}")
     for key, value in message.items():
         if key not in _KEYS and value not in (None, "", [], {}) and not template.reads(key):
             raise line.error(

@@ -15,13 +15,13 @@ from functools import partial
 import numpy as np
 
 from megalite.config.errors import UserError
+from megalite.data.cache import SampleCache
 from megalite.data.document_mask import Item
 from megalite.data.gpt_dataset import Datasets
 from megalite.data.jsonl import Line, Progress, read_lines
 from megalite.data.packing import RowDataset, Rows, SequenceBuilder, TokenSequences
-from megalite.data.sample_cache import SampleCache
 from megalite.data.segments import TextEncoder
-from megalite.data.sft import NO_SAMPLES, SftOptions, divide, problems_of_first_lines, summary
+from megalite.data.sft import NO_SAMPLES, SftOptions, add_sets, problems_of_first_lines
 from megalite.data.text_input import excerpt
 from megalite.data.tokenizer_base import Tokenizer
 
@@ -61,7 +61,7 @@ def read_labelled_texts(
     a line that can't be used or a label that isn't in `names`.
     """
 
-    def build(progress: Progress | None = None) -> tuple[TokenSequences, np.ndarray]:
+    def build(progress: Progress | None = None) -> _Encoded:
         builder, encoder, cut = SequenceBuilder(), TextEncoder(tokenizer), 0
         labels: list[str | int] = []
         for line in (line for path in paths for line in read_lines(path, flag, progress)):
@@ -74,18 +74,26 @@ def read_labelled_texts(
             labels.append(label)
         if not labels:
             raise UserError(f"{flag} {' '.join(paths)}: {NO_SAMPLES}")
-        return builder.build(), np.frombuffer(json.dumps([labels, cut]).encode(), np.uint8)
+        labels_and_cut = np.frombuffer(json.dumps([labels, cut]).encode(), np.uint8)
+        return _Encoded(**vars(builder.build()), labels_and_cut=labels_and_cut)
 
     key = {"seq_length": seq_length, "labels": names}
     notes = [] if notes is None else notes
-    found = build() if cache is None else cache.samples(tokenizer, paths, key, "labels_and_cut", build, notes)
-    labels, truncated = json.loads(found[1].tobytes())
+    found = build() if cache is None else cache.samples(_Encoded, tokenizer, paths, key, build, notes)
+    labels, truncated = json.loads(found.labels_and_cut.tobytes())
     classes, known = _number(labels, names)
     if len(known) < 2:
         raise UserError(
             f"{flag} {' '.join(paths)}: all labels are {known[0]!r}; a classifier needs two or more classes"
         )
-    return LabelledTexts(found[0], classes, known, truncated)
+    return LabelledTexts(found, classes, known, truncated)
+
+
+@dataclass(frozen=True)
+class _Encoded(TokenSequences):
+    """Texts as they are kept: with their labels and how many were cut, JSON as uint8."""
+
+    labels_and_cut: np.ndarray
 
 
 class ClassificationDataset(RowDataset):
@@ -130,20 +138,16 @@ def build_classification_datasets(
     pad = next((i for i in (tokenizer.pad, tokenizer.eod) if i is not None), 0)
     length, result = options.seq_length, Datasets()
     read = partial(read_labelled_texts, tokenizer=tokenizer, seq_length=length, cache=options.cache, notes=result.notes)
-    texts = read(options.data, "--sft-data", names=names)
+    texts = valid = read(options.data, "--sft-data", names=names)
     result.notes.append(texts.line("--sft-data"))
-    valid_texts = texts
     if options.valid_data:
-        valid_texts = read(options.valid_data, "--sft-valid-data", names=texts.names)
-        result.notes.append(valid_texts.line("--sft-valid-data"))
-    train, valid = divide(options, texts.sequences, valid_texts.sequences)
-    if sizes[0]:
-        result.train = ClassificationDataset(texts, seq_length=length, pad=pad, chosen=train)
-        result.summaries.append(summary("train", options.data, result.train, sizes[0]))
-    if sizes[1] and len(valid):
-        result.valid = ClassificationDataset(valid_texts, seq_length=length, pad=pad, chosen=valid)
-        result.summaries.append(summary("valid", options.valid_data or options.data, result.valid, sizes[1]))
-    return result, texts.names
+        valid = read(options.valid_data, "--sft-valid-data", names=texts.names)
+        result.notes.append(valid.line("--sft-valid-data"))
+
+    def rows(split: str, chosen: np.ndarray) -> RowDataset:
+        return ClassificationDataset(texts if split == "train" else valid, seq_length=length, pad=pad, chosen=chosen)
+
+    return add_sets(result, options, texts.sequences, valid.sequences, sizes, rows), texts.names
 
 
 def check_classification(options: SftOptions, tokenizer: Tokenizer, names: Sequence[str] | None = None) -> list[str]:
@@ -153,19 +157,13 @@ def check_classification(options: SftOptions, tokenizer: Tokenizer, names: Seque
 
 
 def _encode(line: Line, encoder: TextEncoder) -> list[int]:
-    for key in ("text", "label"):
-        if key not in line.value:
-            there = ", ".join(list(line.value)[:8]) or "none"
-            raise line.error(f"text and label are needed; the line's keys: {there}")
-    text = line.value["text"]
-    if not isinstance(text, str):
-        raise line.error(f"text must be a string, not {excerpt(text)}")
+    if not line.value.keys() >= {"text", "label"}:
+        raise line.error(f"text and label are needed; the line's keys: {line.keys}")
+    text = line.text("text")
     if not text.strip():
         raise line.error("the text is empty")
-    try:
+    with line.naming():
         ids = encoder.whole(text)
-    except UserError as error:
-        raise line.error(str(error)) from None
     if not ids:
         raise line.error("the text has no tokens")
     return ids

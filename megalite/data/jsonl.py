@@ -10,10 +10,11 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megalite.config.errors import UserError
+from megalite.config.errors import FlagError, UserError
 from megalite.data.text_input import check_unicode, excerpt, parse_json, read_chunks, suffix_of
 
 # Code points that Unicode reserves for a program's own use, so no text holds them: marks that the code that writes a
@@ -33,9 +34,32 @@ class Line:
     number: int
     value: dict[str, Any]
 
+    @property
+    def keys(self) -> str:
+        """For a message."""
+        return ", ".join(list(self.value)[:8]) or "none"
+
+    def text(self, key: str) -> str:
+        """The value of a key. A UserError where it isn't a string."""
+        value = self.value[key]
+        if not isinstance(value, str):
+            raise self.error(f"{key} must be a string, not {excerpt(value)}")
+        return value
+
     def error(self, message: str) -> UserError:
         """An error that names file and line."""
         return _error(self.path, self.number, message)
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Have a UserError of the block name file and line, but for one of flags."""
+        try:
+            yield
+        except FlagError:
+            raise
+        except UserError as error:
+            already = str(error).startswith(f"{self.path}:{self.number}: ")
+            raise error if already else self.error(str(error)) from None
 
 
 def read_lines(path: str, flag: str, progress: Progress | None = None) -> Iterator[Line]:

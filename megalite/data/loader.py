@@ -7,16 +7,11 @@ private generator, so the training process's random state never depends on wheth
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import multiprocessing
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +22,8 @@ from megalite.data.document_mask import Item, SampleSource
 from megalite.data.microbatch import Microbatch, stack_items
 from megalite.data.packing import trim
 from megalite.data.sampler import Request, Sampler
+from megalite.distributed.workers import end_with_parent, signals_blocked
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -80,7 +75,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
             sampler=sampler,
             num_workers=num_workers,
             collate_fn=_unchanged,
-            worker_init_fn=partial(_start_worker, os.getpid()),
+            worker_init_fn=_start_worker,
             generator=torch.Generator(),
         )
         self._batches: Iterator[Item | _Failure] | None = None
@@ -92,7 +87,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         if self._loader is None:
             raise ValueError("this iterator is closed")
         if self._batches is None:
-            with _stop_signals_blocked():  # in the workers from their first moment on: they inherit it
+            with signals_blocked(*_STOP_SIGNALS):  # in the workers from their first moment on: they inherit it
                 self._batches = iter(self._loader)
         try:
             batch = next(self._batches)
@@ -156,31 +151,12 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-@contextlib.contextmanager
-def _stop_signals_blocked() -> Iterator[None]:
-    """Keep SIGTERM and SIGINT from this thread, and for ever from processes forked here."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _start_worker(parent: int, worker: int) -> None:
+def _start_worker(worker: int) -> None:
     """Keep terminal, launcher and system signals away from a worker: the training process decides when it ends, and
-    when that dies, so does the worker. `parent`: its process id."""
+    when that dies, so does the worker. (Torch's own watchdog only ends the main thread, and one that writes to a full
+    pipe stays for ever.)"""
     os.setsid()  # a signal to the training process's group doesn't come here
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # where workers aren't forked, they inherit no mask
-    _die_with_parent(parent)
+    end_with_parent()
     torch.set_num_threads(1)
-
-
-def _die_with_parent(parent: int) -> None:
-    """Let the kernel end this worker when the training process dies, which on Linux it can: torch's watchdog only ends
-    the main thread, and one that writes to a full pipe stays for ever."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # A parent that died before was not seen to die. Without a fork the parent is a server of processes.
-        if multiprocessing.get_start_method() == "fork" and os.getppid() != parent:
-            os._exit(1)

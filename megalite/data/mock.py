@@ -11,8 +11,6 @@ formula and sample i can be read without the ones before it.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from megalite.config.errors import UserError
@@ -26,19 +24,6 @@ NOISE = 0.1
 SAMPLES_OF_WHOLE_SPLIT = 256
 
 _BEGIN, _NOISE, _TOKEN = 1, 2, 3
-
-
-def entropy_floor(vocab_size: int) -> float:
-    """The least mean loss in nats per token that a model can reach on the stream, labels that are EOD included.
-
-    In 64 tokens there are, on average, one boundary (ln 32), one first token (ln V) and 62 steps of the walk. A step's
-    token is the expected one with probability a = 0.9 + 0.1 / V and any other one with b = 0.1 / V, so its entropy is
-    -a ln a - (V - 1) b ln b. A model that sees only the sample's own tokens pays a little more at its beginning.
-    """
-    ordinary = vocab_size - 1
-    expected, other = 1 - NOISE + NOISE / ordinary, NOISE / ordinary
-    step = -expected * math.log(expected) - (ordinary - 1) * other * math.log(other)
-    return (math.log(JITTER) + math.log(ordinary) + (PERIOD - 2) * step) / PERIOD
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

@@ -13,13 +13,12 @@ import itertools
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +31,7 @@ from megalite.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megalite.data.origin import origin_of
 from megalite.data.text_input import Document, Problem, TextChunk, check_keys, expand_inputs, parse_chunk, read_chunks
 from megalite.data.tokenizers import Tokenizer, build_tokenizer, require_eod
+from megalite.distributed.workers import end_with_parent, signals_blocked
 
 REPORTED_PROBLEMS = 20  # skipped documents reported one by one; the rest is only counted
 
@@ -231,11 +231,12 @@ def _encode_all(
             yield chunk, encode_chunk(settings, chunk)
         return
     # Fresh interpreters, not forks: libraries that own threads deadlock in a fork.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=end_with_parent)
     window: deque[tuple[TextChunk, Future[Encoded]]] = deque()
     try:
         for chunk in chunks:
-            with _sigint_blocked():
+            # Ctrl-C isn't for workers, not even before their first line runs: the parent ends them.
+            with signals_blocked(signal.SIGINT):
                 window.append((chunk, pool.submit(encode_chunk, settings, chunk)))
             if len(window) > 2 * workers:
                 chunk, result = window.popleft()
@@ -248,29 +249,6 @@ def _encode_all(
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-@contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Workers started inside never see Ctrl-C, not even before their first line runs; the parent, which ends them,
-    sees it at the end of the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _start_worker() -> None:
-    """Workers don't outlive the parent even if it's killed."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 @functools.cache

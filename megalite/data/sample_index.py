@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megalite.data.cache import MappedArrays, cached_arrays, digest
+from megalite.data.cache import MappedArrays, digest
 
 # A last epoch that gives fewer than this share of an epoch's samples is shuffled on its own, so that its documents
 # aren't drawn early in place of a whole epoch's.
@@ -43,7 +43,7 @@ def samples_in(num_tokens: int, seq_length: int) -> int:
     return max(0, num_tokens - 1) // seq_length
 
 
-def epochs_needed(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> int:
+def _epochs_needed(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> int:
     """The smallest n >= 1 with n * tokens_per_epoch >= num_samples * seq_length + 1; one where num_samples is None."""
     if num_samples is None:
         return 1
@@ -59,7 +59,7 @@ def build_index(
     or None for one epoch. Needs at least one token in the range. A last partial sequence is dropped.
     """
     per_epoch = int(lengths[first:last].sum(dtype=np.int64))
-    epochs = epochs_needed(per_epoch, num_samples, seq_length)
+    epochs = _epochs_needed(per_epoch, num_samples, seq_length)
     total = samples_in(epochs * per_epoch, seq_length)
     joint = total
     separate = False
@@ -72,12 +72,12 @@ def build_index(
     document_index = _document_index(first, last, epochs, separate, random)
     return SampleIndex(
         document_index,
-        cut_documents(lengths[document_index], seq_length, total),
+        _cut_documents(lengths[document_index], seq_length, total),
         _shuffle_index(joint, total, random),
     )
 
 
-def cut_documents(lengths: np.ndarray, seq_length: int, num_samples: int) -> np.ndarray:
+def _cut_documents(lengths: np.ndarray, seq_length: int, num_samples: int) -> np.ndarray:
     """Where each sample begins, int64 [num_samples + 1, 2]: (place in the list of documents, token offset there).
 
     lengths: tokens of the documents in the order in which they are laid out, int [n]; empty ones are passed over.
@@ -133,9 +133,7 @@ def load_or_build_index(
         "threshold": LAST_EPOCH_THRESHOLD,
     }
 
-    def build() -> tuple[np.ndarray, ...]:
-        index = build_index(lengths, first, last, num_samples=num_samples, seq_length=seq_length, seed=seed)
-        return index.document_index, index.sample_index, index.shuffle_index
+    def build() -> SampleIndex:
+        return build_index(lengths, first, last, num_samples=num_samples, seq_length=seq_length, seed=seed)
 
-    names = ("document_index", "sample_index", "shuffle_index")
-    return SampleIndex(*cached_arrays(folder, label, key, names, build, notes))
+    return SampleIndex.cached(folder, label, key, build, notes)

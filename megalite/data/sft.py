@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.errors import FlagError, UserError
+from megalite.config.errors import UserError
+from megalite.data.cache import SampleCache
 from megalite.data.chat_forms import PAIR, conversation_of, form_of, pair_of
 from megalite.data.chat_template import Chat, load_chat
 from megalite.data.gpt_dataset import Datasets, SplitSummary
 from megalite.data.jsonl import Line, Progress, read_lines
 from megalite.data.packing import RowDataset, Rows, SequenceBuilder, TokenSequences
-from megalite.data.sample_cache import SampleCache
 from megalite.data.sampler import fixed_permutation
 from megalite.data.segments import EOD_SIGN, EncodedPiece, TextEncoder, TextSegment
 from megalite.data.tokenizer_base import Tokenizer
@@ -97,6 +97,17 @@ class ReadReport:
         return result
 
 
+@dataclass(frozen=True)
+class SftSamples(TokenSequences):
+    """Samples, and the fields of the `ReadReport` on them, int64."""
+
+    report: np.ndarray
+
+    def counts(self) -> ReadReport:
+        """What reading them gave."""
+        return ReadReport(*self.report.tolist())
+
+
 def build_sft_datasets(
     options: SftOptions, tokenizer: Tokenizer, tokenizer_model: str | None, sizes: tuple[int, int, int]
 ) -> Datasets:
@@ -110,37 +121,47 @@ def build_sft_datasets(
     eod = require_eod(tokenizer, "--sft-data")
     reader, result = SftReader(options, tokenizer, tokenizer_model), Datasets()
     pad = eod if tokenizer.pad is None else tokenizer.pad
-    data, report = _read(reader, options.data, "--sft-data", result.notes)
-    result.conversations = report.conversations > 0
-    valid = data
+    data = valid = _read(reader, options.data, "--sft-data", result.notes)
+    result.conversations = data.counts().conversations > 0
     if options.valid_data:
-        valid, _ = _read(reader, options.valid_data, "--sft-valid-data", result.notes)
-    train, held = divide(options, data, valid)
-    if sizes[0]:
-        result.train = _rows(options, data, train, pad)
-        result.summaries.append(summary("train", options.data, result.train, sizes[0]))
-        result.notes.append(_filling("train", result.train))
-    if sizes[1] and len(held):
-        result.valid = _rows(options, valid, held, pad)
-        result.summaries.append(summary("valid", options.valid_data or options.data, result.valid, sizes[1]))
-        result.notes.append(_filling("valid", result.valid))
-    return result
+        valid = _read(reader, options.valid_data, "--sft-valid-data", result.notes)
+
+    def rows(split: str, chosen: np.ndarray) -> RowDataset:
+        found = _rows(options, data if split == "train" else valid, chosen, pad)
+        result.notes.append(_filling(split, found))
+        return found
+
+    return add_sets(result, options, data, valid, sizes, rows)
 
 
-def _read(reader: SftReader, paths: Sequence[str], flag: str, notes: list[str]) -> tuple[TokenSequences, ReadReport]:
+def _read(reader: SftReader, paths: Sequence[str], flag: str, notes: list[str]) -> SftSamples:
     """As `SftReader.read`, from the cache where it is there. `notes` get the report."""
     options = reader.options
-
-    def build(progress: Progress | None = None) -> tuple[TokenSequences, np.ndarray]:
-        data, report = reader.read(paths, flag, progress)
-        return data, np.array(astuple(report), dtype=np.int64)
-
+    build = functools.partial(reader.read, paths, flag)
     key = {"seq_length": options.seq_length, "long_answers": options.long_answers, "template": reader.template()}
     cache = options.cache
-    data, counts = build() if cache is None else cache.samples(reader.tokenizer, paths, key, "report", build, notes)
-    report = ReadReport(*counts.tolist())
-    notes += report.lines(flag, options.seq_length)
-    return data, report
+    samples = build() if cache is None else cache.samples(SftSamples, reader.tokenizer, paths, key, build, notes)
+    notes += samples.counts().lines(flag, options.seq_length)
+    return samples
+
+
+def add_sets(
+    result: Datasets,
+    options: SftOptions,
+    data: TokenSequences,
+    valid: TokenSequences,
+    sizes: tuple[int, int, int],
+    rows: Callable[[str, np.ndarray], RowDataset],
+) -> Datasets:
+    """Put the sets that are needed, made by `rows` of a split's name and the chosen samples, into `result`."""
+    train, held = divide(options, data, valid)
+    if sizes[0]:
+        result.train = found = rows("train", train)
+        result.summaries.append(_summary("train", options.data, found, sizes[0]))
+    if sizes[1] and len(held):
+        result.valid = found = rows("valid", held)
+        result.summaries.append(_summary("valid", options.valid_data or options.data, found, sizes[1]))
+    return result
 
 
 def check_sft(options: SftOptions, tokenizer: Tokenizer, tokenizer_model: str | None) -> list[str]:
@@ -215,9 +236,7 @@ class SftReader:
             return []
         return [chat.source, chat.variables]
 
-    def read(
-        self, paths: Sequence[str], flag: str, progress: Progress | None = None
-    ) -> tuple[TokenSequences, ReadReport]:
+    def read(self, paths: Sequence[str], flag: str, progress: Progress | None = None) -> SftSamples:
         """The samples of some files, in order. Raises UserError where none is left."""
         builder, report = SequenceBuilder(), ReadReport()
         for number, line in enumerate(line for path in paths for line in read_lines(path, flag, progress)):
@@ -230,7 +249,7 @@ class SftReader:
         if not report.samples:
             why = f"none of its {report.dropped} samples fits --seq-length" if report.dropped else NO_SAMPLES
             raise UserError(f"{flag} {' '.join(paths)}: {why}")
-        return builder.build(), report
+        return SftSamples(**vars(builder.build()), report=np.array(astuple(report), dtype=np.int64))
 
     def _add(
         self, line: Line, number: int, pieces: Sequence[EncodedPiece], builder: SequenceBuilder, report: ReadReport
@@ -276,7 +295,7 @@ class SftReader:
         """The samples of a line: ids of context and answers apart, each sample ending with an answer. One, or several
         where the chat template gives some answers another context than later ones see; none where the line has no
         answer and needn't. Raises UserError with file and line."""
-        try:
+        with line.naming():
             form = form_of(line)
             if form != PAIR:
                 found = conversation_of(line, form, self.chat.template)
@@ -287,11 +306,6 @@ class SftReader:
             prompt, completion = map(self.encoder.protect, pair_of(line))
             pieces = self.encoder.encode([TextSegment(prompt, False), TextSegment(completion + EOD_SIGN, True)])
             return [[EncodedPiece(self.encoder.prefix, False), *pieces]]
-        except FlagError:
-            raise
-        except UserError as error:
-            place = f"{line.path}:{line.number}: "
-            raise error if str(error).startswith(place) else line.error(str(error)) from None
 
     def prompt(self, text: str, form: str) -> list[int]:
         """The ids after which a model that learns from lines of this form answers `text`."""
@@ -318,7 +332,7 @@ def _filling(split: str, rows: RowDataset) -> str:
     return f"{split}: not packed; samples fill {share:.1%} of a row, the longest {taken.max() / rows.seq_length:.1%}"
 
 
-def summary(split: str, files: Sequence[str], rows: RowDataset, drawn: int) -> SplitSummary:
+def _summary(split: str, files: Sequence[str], rows: RowDataset, drawn: int) -> SplitSummary:
     """Of a set of which the run draws so many rows."""
     return SplitSummary(
         split=split,

@@ -12,33 +12,14 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from megalite.config.check_run import tokenizer_problems
 from megalite.config.errors import FlagError, UserError
-from megalite.config.schema import TokenizerConfig
-from megalite.data.tokenizer_base import (
-    MARK,
-    IncrementalDetokenizer,
-    Tokenizer,
-    first_line,
-    load_library,
-    read_file,
-)
+from megalite.config.schema import TOKENIZER_NEEDS, TokenizerConfig
+from megalite.data.tokenizer_base import MARK, Tokenizer, first_line, load_library, read_file
 from megalite.data.tokenizer_json import GPT2BPETokenizer, HuggingFaceTokenizer
-
-__all__ = [
-    "GPT2BPETokenizer",
-    "HuggingFaceTokenizer",
-    "IncrementalDetokenizer",
-    "NullTokenizer",
-    "SentencePieceTokenizer",
-    "TikTokenizer",
-    "Tokenizer",
-    "build_tokenizer",
-    "require_eod",
-]
 
 LONG_TEXT = 1 << 16  # characters that SentencePiece sees at once
 SPACE_MARK = "\u2581"  # what SentencePiece writes for a space inside its pieces
@@ -231,6 +212,8 @@ class NullTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int) -> None:
         """`vocab_size`: what `--vocab-size` says, without the EOD; the attribute counts it."""
+        if vocab_size < 1:
+            raise FlagError(f"--vocab-size {vocab_size}: NullTokenizer needs at least 1")
         self.vocab_size = vocab_size + 1
         self.eod = vocab_size
 
@@ -256,6 +239,15 @@ class NullTokenizer(Tokenizer):
         return " ".join(map(str, ids))
 
 
+TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
+    "SentencePieceTokenizer": SentencePieceTokenizer,
+    "HuggingFaceTokenizer": HuggingFaceTokenizer,
+    "GPT2BPETokenizer": GPT2BPETokenizer,
+    "TikTokenizer": TikTokenizer,
+    "NullTokenizer": NullTokenizer,
+}
+
+
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that the flags describe.
 
@@ -264,29 +256,17 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """
     kind = config.tokenizer_type
     if kind is None:
-        raise FlagError(
-            "--tokenizer-type is missing: SentencePieceTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer, "
-            "TikTokenizer or NullTokenizer"
-        )
-    tokenizer: Tokenizer
+        raise FlagError(f"--tokenizer-type is missing: {', '.join(TOKENIZERS)}")
+    for problem in tokenizer_problems(config):
+        raise FlagError(problem)
     if config.parse_special_tokens and kind in ("NullTokenizer", "SentencePieceTokenizer"):
         raise FlagError(f"--parse-special-tokens: {kind} never reads special tokens from text; leave the flag out")
-    if kind == "NullTokenizer":
-        if _needed(config, "vocab_size") < 1:
-            raise FlagError(f"--vocab-size {config.vocab_size}: NullTokenizer needs at least 1")
-        return NullTokenizer(_needed(config, "vocab_size"))
-    if kind == "SentencePieceTokenizer":
-        tokenizer = SentencePieceTokenizer(_needed(config, "tokenizer_model"))
-    elif kind == "HuggingFaceTokenizer":
-        tokenizer = HuggingFaceTokenizer(_needed(config, "tokenizer_model"))
-    elif kind == "GPT2BPETokenizer":
-        tokenizer = GPT2BPETokenizer(_needed(config, "vocab_file"), _needed(config, "merge_file"))
-    elif kind == "TikTokenizer":
-        tokenizer = TikTokenizer(_needed(config, "tokenizer_model"), config.tiktoken_pattern, config.vocab_size)
-    else:
-        raise FlagError(f"--tokenizer-type {kind} is unknown")
+    values = [getattr(config, name) for name in TOKENIZER_NEEDS[kind]]
+    if kind == "TikTokenizer":
+        values += [config.tiktoken_pattern, config.vocab_size]
+    tokenizer = TOKENIZERS[kind](*values)
     tokenizer.parse_special_tokens = config.parse_special_tokens
-    if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
+    if kind != "NullTokenizer" and config.vocab_size not in (None, tokenizer.vocab_size):
         raise FlagError(
             f"--vocab-size {config.vocab_size}, but the {kind} has {tokenizer.vocab_size} ids; leave the flag out"
         )
@@ -300,10 +280,3 @@ def require_eod(tokenizer: Tokenizer, flag: str) -> int:
             f"{flag} needs a tokenizer with an end-of-document id, but this one has none: its files name no eos token"
         )
     return tokenizer.eod
-
-
-def _needed(config: TokenizerConfig, field: str) -> Any:
-    value = getattr(config, field)
-    if value is None:
-        raise FlagError(f"--tokenizer-type {config.tokenizer_type} needs --{field.replace('_', '-')}")
-    return value

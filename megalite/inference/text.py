@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from megalite.config.errors import UserError
 from megalite.data.jsonl import NONCHARACTERS
-from megalite.data.tokenizers import IncrementalDetokenizer, Tokenizer
+from megalite.data.tokenizer_base import IncrementalDetokenizer, Tokenizer
 from megalite.inference.generate import stream
 from megalite.inference.load import LoadedModel
 from megalite.inference.options import GenerationOptions

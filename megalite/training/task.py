@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import RunConfig
+from megalite.data.cache import SampleCache
 from megalite.data.chat_forms import PAIR, form_of
 from megalite.data.classification import build_classification_datasets, check_classification
 from megalite.data.document_mask import SampleSource
@@ -19,7 +20,6 @@ from megalite.data.gpt_dataset import Datasets, SplitSummary, build_datasets
 from megalite.data.jsonl import read_lines
 from megalite.data.loader import MicrobatchIterator
 from megalite.data.microbatch import Microbatch
-from megalite.data.sample_cache import SampleCache
 from megalite.data.sft import SftOptions, SftReader, build_sft_datasets, check_sft
 from megalite.data.splits import SPLITS, split_sizes
 from megalite.data.tokenizer_base import Tokenizer

@@ -16,10 +16,6 @@ def megatron_rampup(start: int, increment: int, samples: int, last: int, consume
     return min(start + int(consumed / per_increment) * increment, last)
 
 
-def test_a_constant_batch_is_one_stage() -> None:
-    assert batch_size_stages(TrainingConfig(global_batch_size=8), 64) == [(0, 8)]
-
-
 @pytest.mark.parametrize("start, increment, samples, last", [(2, 2, 100, 8), (16, 8, 1000, 64), (4, 4, 7, 12)])
 def test_a_ramp_up_is_megatrons_at_every_sample(start: int, increment: int, samples: int, last: int) -> None:
     training = TrainingConfig(global_batch_size=last, rampup_batch_size=[start, increment, samples])
@@ -28,14 +24,10 @@ def test_a_ramp_up_is_megatrons_at_every_sample(start: int, increment: int, samp
         assert batch_size_at(stages, consumed) == megatron_rampup(start, increment, samples, last, consumed), consumed
 
 
-def test_a_ramp_up_that_starts_at_the_end_is_constant() -> None:
-    training = TrainingConfig(global_batch_size=8, rampup_batch_size=[8, 8, 100])
-    assert batch_size_stages(training, None) == [(0, 8)]
-
-
-def test_a_ramp_up_over_no_samples_is_over_at_once() -> None:
-    training = TrainingConfig(global_batch_size=8, rampup_batch_size=[2, 2, 0])
-    assert batch_size_at(batch_size_stages(training, None), 0) == 8
+@pytest.mark.parametrize("rampup", [None, [8, 8, 100], [2, 2, 0]], ids=["none", "from the end", "over no samples"])
+def test_a_batch_that_never_grows_is_constant(rampup: list[int] | None) -> None:
+    stages = batch_size_stages(TrainingConfig(global_batch_size=8, rampup_batch_size=rampup), 64)
+    assert stages == [(0, 8)]
 
 
 def test_steps_are_tokens_over_the_sequence_length() -> None:

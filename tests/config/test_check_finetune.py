@@ -41,33 +41,6 @@ def test_the_task_and_the_order_follow_from_the_data() -> None:
     assert resolve(given("--sft-data a --dataloader-type single"), 1).data.dataloader_type == "single"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--task sft", "--task sft needs --sft-data"),
-        ("", "for finetune.py also --sft-data"),
-        ("--sft-data a --mock-data", "--mock-data and --sft-data exclude each other"),
-        ("--sft-data a --data-path b", "--data-path and --sft-data exclude each other"),
-        ("--sft-data a --skip-train", "--skip-train needs a validation set: give --sft-valid-data or"),
-        ("--sft-data a --task lm", "--task lm needs --data-path"),
-        ("--mock-data --sft-packing", "--sft-packing needs --task sft"),
-        ("--mock-data --parse-special-tokens", "--parse-special-tokens needs --sft-data"),
-        ("--mock-data --sft-valid-data a", "--sft-valid-data a needs --sft-data"),
-        ("--sft-data a --sft-valid-share 1", "--sft-valid-share 1.0: must be from 0 to below 1"),
-        ("--sft-data a --sft-valid-share 0.1 --sft-valid-data b", "--sft-valid-share and --sft-valid-data exclude"),
-        ("--sft-data a --class-names x y", "--class-names x y needs --task classification"),
-        ("--sft-data a --task classification --sft-packing", "--sft-packing needs --task sft"),
-        ("--sft-data a --task classification --class-names x x", "--class-names x x: two or more different names"),
-        ("--sft-data a --load-hf f --preset llama-7b", "--preset llama-7b and --load-hf exclude each other"),
-        ("--sft-data a --load-hf f --pretrained-checkpoint g", "--pretrained-checkpoint and --load-hf exclude"),
-        ("--sft-data a --rope-high-freq-factor 0.5 --position-embedding-type rope", "--rope-high-freq-factor 0.5 must"),
-    ],
-)
-def test_what_can_not_be_is_told(words: str, message: str) -> None:
-    (line,) = check(given(words), 1)
-    assert message in line
-
-
 def test_what_sft_data_makes_meaningless_is_told() -> None:
     words = "--sft-data a --split 9,1 --reset-attention-mask --eod-mask-loss"
     assert [line.split()[0] for line in without_effect(given(words))] == [
@@ -151,23 +124,3 @@ def test_what_contradicts_a_classifier_is_refused(words: str, message: str) -> N
     with pytest.raises(FlagError) as raised:
         read(words, ("no", "yes"))
     assert str(raised.value) == message
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--train-epochs 1 --train-samples 5", "--train-epochs and --train-samples exclude each other"),
-        ("--train-epochs 1", "--train-epochs and --train-iters exclude each other"),
-        ("--train-epochs 0", "--train-epochs 0: must be"),
-        ("--eval-prompt x", "--eval-prompt needs a validation set"),
-        ("--sft-valid-data b --eval-prompt x --eval-iters 0", "--eval-prompt needs evaluations"),
-        ("--sft-valid-data b --save-best-adapter c", "--save-best-adapter c needs --peft lora, prefix or prompt"),
-        (
-            "--sft-valid-data b --peft lora --save-adapter c --save-best-adapter ./c/",
-            "is also the folder of --save-adapter: give another",
-        ),
-        ("--task classification --sft-valid-data b --eval-prompt x", "--eval-prompt x needs --task sft or lm"),
-    ],
-)
-def test_what_a_run_does_at_validations_and_its_length_are_checked(words: str, message: str) -> None:
-    assert any(message in problem for problem in check(given(f"--sft-data a {words}"), 1))

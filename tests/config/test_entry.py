@@ -189,26 +189,3 @@ def test_a_command_with_few_flags_is_told_one_thing_a_command_that_works(program
         flags[:2] = ["--preset", "llama-125m", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
     config, _ = read_config(flags, program, "d", 1, sections=sections)
     assert config.model.num_layers
-
-
-def test_megatrons_llama3_8b_list_runs_shrunk_to_one_rank_without_fp8() -> None:
-    shrunk = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2"
-    sizes = "--kv-channels 16 --seq-length 64 --max-position-embeddings 64 --vocab-size 130"
-    config, notes = read(f"{LLAMA3_8B} {LLAMA3_8B_SHARDING} {shrunk} {sizes}")
-    assert config.data.split == "99,1,0"
-    assert {note.split(" ")[0] for note in notes} == {
-        "--use-mcore-models",
-        "--cross-entropy-loss-fusion",
-        "--manual-gc",
-        "--empty-unused-memory-level",
-        "--no-create-attention-mask-in-dataloader",
-        "--ckpt-format",
-        "--sequence-parallel",
-        "--use-distributed-optimizer",
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-        "--tiktoken-pattern",
-        "--split",
-        "--data-cache-path",
-        "--no-mmap-bin-files",
-    }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from megalite.config.errors import FlagError
@@ -64,12 +62,6 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
 def test_every_preset_is_compared_with_a_published_model_or_is_our_own() -> None:
     assert set(PRESETS) - set(PUBLISHED) == {"llama-tiny", "llama-125m"}
     assert 120e6 < parameters(model_of("llama-125m"), 32000) < 140e6
-
-
-def test_presets_hold_fields_of_the_network_alone() -> None:
-    names = {field.name for field in dataclasses.fields(ModelConfig)}
-    for preset in PRESETS.values():
-        assert set(preset) <= names - {"preset", "attention_backend"}
 
 
 def test_an_unknown_preset_is_answered_with_the_known_ones() -> None:

@@ -82,96 +82,68 @@ def test_a_stored_value_of_another_type_is_refused_by_the_name_of_its_field(
         RunConfig.from_dict(values)
 
 
-def test_the_mlp_is_four_times_as_wide_or_with_swiglu_two_thirds_of_that_in_64s() -> None:
-    assert resolve(given(), 1).model.ffn_hidden_size == 256
-    assert resolve(given("--swiglu"), 1).model.ffn_hidden_size == 128  # 170.67 rounded down
-    assert resolve(given("--swiglu", "--hidden-size", "4096"), 1).model.ffn_hidden_size == 10880
-    assert resolve(given("--ffn-hidden-size", "100"), 1).model.ffn_hidden_size == 100
+PIPELINE = "--num-layers 8 --pipeline-model-parallel-size 2"
+LINEAR = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.3"
+DERIVED: list[tuple[str, int, str, object]] = [
+    ("", 1, "model.ffn_hidden_size", 256),  # four times the width
+    ("--swiglu", 1, "model.ffn_hidden_size", 128),  # two thirds of that, 170.67, in multiples of 64
+    ("--swiglu --hidden-size 4096", 1, "model.ffn_hidden_size", 10880),
+    ("--ffn-hidden-size 100", 1, "model.ffn_hidden_size", 100),
+    ("", 1, "model.kv_channels", 16),
+    ("--kv-channels 8", 1, "model.kv_channels", 8),
+    ("", 1, "model.num_query_groups", 4),  # each head has its own keys
+    ("--group-query-attention --num-query-groups 2", 1, "model.num_query_groups", 2),
+    ("--group-query-attention", 1, "model.num_query_groups", 1),
+    ("", 1, "model.add_qkv_bias", True),  # one of the linear layers' biases
+    ("--disable-bias-linear", 1, "model.add_qkv_bias", False),
+    ("--disable-bias-linear --add-qkv-bias", 1, "model.add_qkv_bias", True),
+    ("--window-size (16,0)", 1, "model.window_size", "16,0"),
+    ("", 1, "learning_rate.lr_decay_iters", 10),  # as long as training
+    ("--lr-decay-iters 7", 1, "learning_rate.lr_decay_iters", 7),
+    ("--decoupled-lr 1e-4 --min-lr 1e-5", 1, "learning_rate.decoupled_min_lr", 1e-5),
+    ("--weight-decay 0.1", 1, "optimizer.start_weight_decay", 0.1),
+    ("--weight-decay 0.1", 1, "optimizer.end_weight_decay", 0.1),
+    (LINEAR, 1, "optimizer.start_weight_decay", 0.1),
+    (LINEAR, 1, "optimizer.end_weight_decay", 0.3),
+    ("", 1, "data.split", "969,30,1"),
+    ("", 1, "data.dataloader_type", "single"),
+    ("", 1, "training.nan_action", "stop"),
+    ("--fp16", 1, "training.nan_action", "skip"),
+    ("--fp16 --nan-action stop", 1, "training.nan_action", "stop"),
+    ("--recompute-activations", 1, "training.recompute_granularity", "selective"),
+    ("", 1, "layout.data_parallel_sharding_strategy", "no_shard"),
+    ("--use-distributed-optimizer", 2, "layout.data_parallel_sharding_strategy", "optim"),
+    ("", 1, "layout.num_virtual_stages_per_pipeline_rank", 1),
+    (f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 2", 2, "layout.num_virtual_stages_per_pipeline_rank", 2),
+    (f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 2", 2, "layout.pipeline_schedule", "interleaved"),
+    (f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 4", 2, "layout.pipeline_schedule", "interleaved"),
+    (PIPELINE, 2, "layout.pipeline_schedule", "1f1b"),
+]
 
 
-def test_heads_share_the_width_and_without_groups_each_has_its_keys() -> None:
-    model = resolve(given(), 1).model
-    assert (model.kv_channels, model.num_query_groups) == (16, 4)
-    grouped = resolve(given("--group-query-attention", "--num-query-groups", "2", "--kv-channels", "8"), 1).model
-    assert (grouped.kv_channels, grouped.num_query_groups) == (8, 2)
-    assert resolve(given("--group-query-attention"), 1).model.num_query_groups == 1
+@pytest.mark.parametrize("words, world_size, path, value", DERIVED)
+def test_a_default_follows_from_what_was_given(words: str, world_size: int, path: str, value: object) -> None:
+    assert get(resolve(given(*words.split()), world_size), path) == value
 
 
-def test_biases_of_linear_layers_include_those_of_qkv() -> None:
-    assert resolve(given(), 1).model.add_qkv_bias
-    assert not resolve(given("--disable-bias-linear"), 1).model.add_qkv_bias
-    assert resolve(given("--disable-bias-linear", "--add-qkv-bias"), 1).model.add_qkv_bias
-
-
-def test_positions_without_a_table_are_as_many_as_the_sequence_is_long() -> None:
+def test_what_was_not_given_follows_from_the_rest() -> None:
     config = given("--position-embedding-type", "rope")
-    assert resolve(config, 1).model.max_position_embeddings == 64
-    config.model.max_position_embeddings = None
-    assert resolve(config, 1).model.max_position_embeddings == 64
-
-
-def test_the_global_batch_is_one_micro_batch_of_each_data_parallel_rank() -> None:
-    config = given()
-    config.training.global_batch_size = None
-    assert resolve(config, 1).training.global_batch_size == 2
-    assert resolve(config, 4).training.global_batch_size == 8
-    config.layout.tensor_model_parallel_size = 2
-    assert resolve(config, 4).training.global_batch_size == 4
-
-
-def test_a_step_schedule_ends_in_the_global_batch() -> None:
-    config = given("--step-batch-size-schedule", "0:4", "1K:16")
-    config.training.global_batch_size = None
+    config.model.max_position_embeddings = config.training.global_batch_size = None  # type: ignore[assignment]
+    for tensor, world_size, batch in (
+        (1, 1, 2),
+        (1, 4, 8),
+        (2, 4, 4),
+    ):  # a micro-batch of 2 for each data-parallel rank
+        config.layout.tensor_model_parallel_size = tensor
+        resolved = resolve(config, world_size)
+        assert (resolved.model.max_position_embeddings, resolved.training.global_batch_size) == (64, batch)
+    config.training.step_batch_size_schedule = ["0:4", "1K:16"]
     assert resolve(config, 1).training.global_batch_size == 16
-
-
-def test_schedules_are_as_long_as_training() -> None:
-    assert resolve(given(), 1).learning_rate.lr_decay_iters == 10
-    assert resolve(given("--lr-decay-iters", "7"), 1).learning_rate.lr_decay_iters == 7
-    by_samples = given("--train-samples", "80")
-    by_samples.training.train_iters = None
-    rate = resolve(by_samples, 1).learning_rate
+    config.training.train_iters, config.training.train_samples = None, 80
+    rate = resolve(config, 1).learning_rate
     assert (rate.lr_decay_iters, rate.lr_decay_samples) == (None, 80)
-
-
-def test_weight_decay_is_constant_unless_it_changes() -> None:
-    optimizer = resolve(given("--weight-decay", "0.1"), 1).optimizer
-    assert (optimizer.start_weight_decay, optimizer.end_weight_decay) == (0.1, 0.1)
-    argv = ["--weight-decay-incr-style", "linear", "--start-weight-decay", "0.1", "--end-weight-decay", "0.3"]
-    changing = resolve(given(*argv), 1).optimizer
-    assert (changing.start_weight_decay, changing.end_weight_decay) == (0.1, 0.3)
-
-
-def test_a_learning_rate_of_its_own_falls_to_the_common_minimum() -> None:
-    rate = resolve(given("--decoupled-lr", "1e-4", "--min-lr", "1e-5"), 1).learning_rate
-    assert rate.decoupled_min_lr == 1e-5
-
-
-def test_small_defaults() -> None:
-    resolved = resolve(given(), 1)
-    assert resolved.data.split == "969,30,1"
-    assert resolved.data.dataloader_type == "single"
-    assert resolved.layout.data_parallel_sharding_strategy == "no_shard"
-    assert resolved.layout.pipeline_schedule == "1f1b"
-    assert resolved.layout.num_virtual_stages_per_pipeline_rank == 1
-    assert resolved.training.nan_action == "stop"
-    assert resolve(given("--fp16"), 1).training.nan_action == "skip"
-    assert resolve(given("--fp16", "--nan-action", "stop"), 1).training.nan_action == "stop"
-    assert resolve(given("--recompute-activations"), 1).training.recompute_granularity == "selective"
-    assert resolve(given("--use-distributed-optimizer"), 2).layout.data_parallel_sharding_strategy == "optim"
-    assert resolve(given(base=GPT3_175B), 1024).tokenizer.tokenizer_type == "GPT2BPETokenizer"
-    per_split = given("--train-data-path", "a")
-    per_split.data.mock_data = False
-    assert resolve(per_split, 1).data.split is None
-
-
-def test_virtual_stages_follow_from_either_flag() -> None:
-    pipeline = ("--num-layers", "8", "--pipeline-model-parallel-size", "2")
-    by_layers = resolve(given(*pipeline, "--num-layers-per-virtual-pipeline-stage", "2"), 2).layout
-    assert (by_layers.num_virtual_stages_per_pipeline_rank, by_layers.pipeline_schedule) == (2, "interleaved")
-    by_count = resolve(given(*pipeline, "--num-virtual-stages-per-pipeline-rank", "4"), 2).layout
-    assert (by_count.num_virtual_stages_per_pipeline_rank, by_count.pipeline_schedule) == (4, "interleaved")
-    assert resolve(given(*pipeline), 2).layout.pipeline_schedule == "1f1b"
+    config.data.train_data_path = ["a"]
+    assert resolve(config, 1).data.split is None
 
 
 def test_an_evaluation_alone_needs_no_learning_rate() -> None:
@@ -239,7 +211,6 @@ def test_a_bad_split_is_refused(text: str) -> None:
 
 def test_a_window_is_read_with_or_without_brackets() -> None:
     assert parse_window("(128,0)") == parse_window("128, 0") == (128, 0)
-    assert resolve(given("--window-size", "(16, 0)"), 1).model.window_size == "16,0"
     for text in ("128", "a,b", "1,2,3", ""):
         with pytest.raises(ValueError, match="must be LEFT,RIGHT"):
             parse_window(text)

@@ -13,7 +13,6 @@ from megalite.data.blend import (
     BlendedDataset,
     ConcatDataset,
     greedy_order,
-    member_sizes,
     normalize,
     occurrence_index,
 )
@@ -59,14 +58,6 @@ def test_order_and_samples_equal_megatron_cores(weights: list[float]) -> None:
     order = greedy_order(shares, size)
     np.testing.assert_array_equal(order, members)
     np.testing.assert_array_equal(occurrence_index(order), samples)
-
-
-@pytest.mark.parametrize("size, shares", [(1000, [0.3, 0.7]), (7, [1 / 3, 2 / 3]), (10**9, [1e-9, 1 - 1e-9])])
-def test_members_are_sized_as_in_megatron_core(size: int, shares: list[float]) -> None:
-    builder = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_builder")
-    drawn, built = member_sizes(size, shares)
-    assert [[each] for each in drawn] == builder._get_size_per_split_per_dataset(shares, [size])
-    assert [[each] for each in built] == builder._get_size_per_split_per_dataset(shares, [size], surplus=0.005)
 
 
 class Numbers:

@@ -16,8 +16,6 @@ from megalite.data.classification import (
     build_classification_datasets,
     read_labelled_texts,
 )
-from megalite.data.loader import MicrobatchIterator
-from megalite.data.packing import trim
 from megalite.data.sft import SftOptions
 from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer
 from tests.data.chat_files import chat_tokenizer, put_template, write_lines
@@ -49,17 +47,6 @@ def test_the_last_token_of_a_text_carries_its_class(tmp_path: Path) -> None:
         assert item["position_ids"].tolist() == [*range(last + 1), *range(3 - last)]  # padding is no part of the text
     assert "1 texts were cut" in texts.line("train")
     assert "negative 1, neutral 1, positive 1" in texts.line("train")
-
-
-def test_the_loader_serves_it_and_trimming_keeps_every_last_token(tmp_path: Path) -> None:
-    dataset = ClassificationDataset(read(tmp_path), seq_length=4, pad=0, chosen=np.array([1, 0]))
-    with MicrobatchIterator(
-        dataset, start_sample=0, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=0, seed=1
-    ) as batches:
-        batch = next(batches)
-    assert batch.labels[batch.loss_mask].tolist() == [0, 2]
-    arrays = {name: value.numpy() for name, value in vars(batch).items() if value is not None}
-    assert trim(arrays)["tokens"].tolist() == [[4, 0, 0], [1, 2, 3]]
 
 
 def test_names_may_be_given_and_number_the_classes(tmp_path: Path) -> None:

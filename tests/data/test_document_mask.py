@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megalite.data.document_mask import SampleFormat, document_begins, document_ids, restarted_positions
+from megalite.data.document_mask import SampleFormat
 
 EOD = 99
 
@@ -27,14 +27,6 @@ def test_documents_without_eod_are_told_apart_by_the_index_as_if_each_ended_with
     marked, plain = (SampleFormat(EOD, True, True, True).item(with_eod, each) for each in (first, None))
     for name in ("position_ids", "document_ids", "loss_mask"):
         assert marked[name].tolist() == plain[name].tolist() == item[name].tolist()
-
-
-def test_batches_are_masked_row_by_row() -> None:
-    tokens = np.random.default_rng(0).integers(EOD - 3, EOD + 1, (5, 40))
-    begins = document_begins(tokens, EOD)
-    np.testing.assert_array_equal(begins, np.stack([document_begins(row, EOD) for row in tokens]))
-    for function in (restarted_positions, document_ids):
-        np.testing.assert_array_equal(function(begins), np.stack([function(row) for row in begins]))
 
 
 def test_masks_equal_megatron_cores() -> None:

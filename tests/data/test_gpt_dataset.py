@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -115,18 +114,6 @@ def test_every_item_has_one_shape_and_labels_are_the_next_tokens(corpora: tuple[
         dataset[len(dataset)]
 
 
-def test_an_epoch_in_order_of_its_cuts_is_the_corpus_end_to_end(tmp_path: Path) -> None:
-    documents = random_documents(12, empty=True)
-    config = run_config(write_tokens(tmp_path / "a", documents), split="1,0,0")
-    dataset = build(config, (1, 0, 0)).train
-    assert dataset is not None
-    by_cut = np.argsort(dataset.index.shuffle_index)  # type: ignore[attr-defined]
-    laid_out = np.concatenate([documents[i] for i in dataset.index.document_index])  # type: ignore[attr-defined]
-    read = np.concatenate([dataset[int(place)]["tokens"] for place in by_cut])
-    np.testing.assert_array_equal(read, laid_out[: len(read)])
-    assert len(laid_out) - len(read) <= SEQ_LENGTH
-
-
 @pytest.mark.parametrize(
     "count, split, empty", [(20, "9998,1,1", "valid"), (2, "969,30,1", "valid"), (2, "1,1,998", "train")]
 )
@@ -221,14 +208,6 @@ def test_more_samples_than_unweighted_prefixes_hold_are_noted(corpora: tuple[str
     assert sets.train is not None
     assert len(sets.train) < 10**5
     assert "repeats them" in sets.notes[0]
-
-
-def test_a_pickled_set_gives_the_same_samples(corpora: tuple[str, str]) -> None:
-    dataset = build(run_config("1", corpora[0], "2", corpora[1], split="1,0,0")).train
-    assert dataset is not None
-    copy = pickle.loads(pickle.dumps(dataset))
-    for place in (0, 17, 299):
-        np.testing.assert_array_equal(copy[place]["tokens"], dataset[place]["tokens"])
 
 
 def test_mock_data_needs_no_files() -> None:

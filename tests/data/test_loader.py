@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 from itertools import islice
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from megalite.config.errors import UserError
 from megalite.data.document_mask import Item, SampleFormat, SampleSource
-from megalite.data.loader import MicrobatchIterator, _die_with_parent
+from megalite.data.loader import MicrobatchIterator
 from megalite.data.mock import MockDataset
 from megalite.data.packing import RowDataset, Rows, SequenceBuilder
 
@@ -135,9 +134,11 @@ def test_any_other_failure_brings_the_workers_traceback(num_workers: int) -> Non
             next(batches)
 
 
-def test_workers_outlive_stop_signals_and_end_with_close() -> None:
+def test_workers_start_with_the_first_microbatch_outlive_stop_signals_and_end_with_close() -> None:
     before = set(multiprocessing.active_children())
+    loader(mock(), num_workers=2).close()
     batches = loader(mock(), num_workers=2)
+    assert set(multiprocessing.active_children()) == before
     assert [next(batches).sample_ids[0].item() for _ in range(2)] == [0, 2]  # one from each worker: both have started
     workers = set(multiprocessing.active_children()) - before
     assert len(workers) == 2
@@ -151,25 +152,6 @@ def test_workers_outlive_stop_signals_and_end_with_close() -> None:
     assert not any(worker.is_alive() for worker in workers)
     with pytest.raises(ValueError, match="closed"):
         next(batches)
-
-
-def test_workers_start_with_the_first_microbatch_asked_for() -> None:
-    before = set(multiprocessing.active_children())
-    with loader(mock(), num_workers=2) as batches:
-        assert set(multiprocessing.active_children()) == before
-        next(batches)
-        assert len(set(multiprocessing.active_children()) - before) == 2
-    loader(mock(), num_workers=2).close()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-@pytest.mark.parametrize(("parent_lives", "code"), [(True, 0), (False, 1)])
-def test_a_worker_whose_parent_died_before_it_could_ask_ends_at_once(parent_lives: bool, code: int) -> None:
-    parent = os.getpid() if parent_lives else os.getppid()  # any process but the one that forks it
-    worker = multiprocessing.get_context("fork").Process(target=_die_with_parent, args=(parent,))
-    worker.start()
-    worker.join(30)
-    assert worker.exitcode == code
 
 
 def test_a_killed_worker_is_reported() -> None:

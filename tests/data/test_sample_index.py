@@ -14,45 +14,10 @@ import pytest
 from megalite.data.sample_index import (
     SampleIndex,
     build_index,
-    cut_documents,
-    epochs_needed,
     load_or_build_index,
     samples_in,
 )
 from tests.data.token_files import megatron_sets, random_documents, write_tokens
-
-
-@pytest.mark.parametrize(
-    "tokens, samples, seq_length, expected",
-    [
-        (64, 1, 64, 2),
-        (65, 1, 64, 1),
-        (129, 2, 64, 1),
-        (129, 3, 64, 2),
-        (50, 100, 64, 129),
-        (1, 1, 64, 65),
-        (10, 0, 4, 1),
-    ],
-)
-def test_epochs_are_the_fewest_that_hold_the_samples(tokens: int, samples: int, seq_length: int, expected: int) -> None:
-    assert epochs_needed(tokens, samples, seq_length) == expected
-    assert samples_in(expected * tokens, seq_length) >= samples
-    assert expected == 1 or samples_in((expected - 1) * tokens, seq_length) < samples
-
-
-def slow_cuts(lengths: list[int], seq_length: int, count: int) -> list[tuple[int, int]]:
-    """By walking over every token."""
-    where = [(document, offset) for document, length in enumerate(lengths) for offset in range(length)]
-    return [(0, 0)] + [where[cut * seq_length] for cut in range(1, count + 1)]
-
-
-@pytest.mark.parametrize("lengths", [[5], [1, 1, 1, 1, 9], [0, 3, 0, 0, 4, 0, 2, 0], [7, 0, 1, 6]])
-@pytest.mark.parametrize("seq_length", [1, 2, 3, 4])
-def test_cuts_equal_a_walk_over_all_tokens(lengths: list[int], seq_length: int) -> None:
-    count = samples_in(sum(lengths), seq_length)
-    index = cut_documents(np.array(lengths, dtype=np.int32), seq_length, count)
-    assert index.dtype == np.int64
-    assert [tuple(row) for row in index.tolist()] == slow_cuts(lengths, seq_length, count)
 
 
 @pytest.mark.parametrize("samples", [1, 40, 41, 55, 74, 75, 77, 80, 150, 200, 400])

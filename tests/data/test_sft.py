@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,26 @@ import pytest
 
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
+from megalite.data.cache import SampleCache
 from megalite.data.document_mask import SampleSource
-from megalite.data.loader import MicrobatchIterator
-from megalite.data.packing import RowDataset
-from megalite.data.sample_cache import SampleCache
-from megalite.data.sft import SftOptions, SftReader, build_sft_datasets, check_sft, hold_out
+from megalite.data.gpt_dataset import Datasets
+from megalite.data.packing import RowDataset, TokenSequences
+from megalite.data.sft import ReadReport, SftOptions, SftReader, SftSamples, build_sft_datasets, check_sft, hold_out
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import HuggingFaceTokenizer, NullTokenizer, build_tokenizer
 from tests.data.chat_files import CONVERSATION, REASONING_TEMPLATE, chat_tokenizer, pairs, put_template, write_lines
 
 NULL = NullTokenizer(99)
+EOD = 99
 MESSAGES = [{"role": "user", "content": "q\nx"}, {"role": "assistant", "content": "a"}]
+ANSWERS = [message["content"] for message in CONVERSATION if message["role"] == "assistant"]
 SAME = {  # one conversation in each form
     "sharegpt": {"conversations": [{"from": "human", "value": "q\nx"}, {"from": "gpt", "value": "a"}]},
     "roles": {"conversations": MESSAGES},
     "alpaca": {"instruction": "q", "input": "x", "output": "a"},
     "alpaca without input": {"instruction": "q\nx", "input": "", "output": "a"},
 }
-EOD = 99
+Lines = Iterable[Mapping[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +45,39 @@ def options(*data: str, **changes: Any) -> SftOptions:
     return SftOptions(**{"data": data, "seq_length": 64, "seed": 3, **changes})
 
 
-def counting(path: Path, lengths: list[tuple[int, int]]) -> str:
+def read(path: Path, lines: Lines, folder: Path | None = None, **changes: Any) -> tuple[SftSamples, ReadReport]:
+    """What is read of a file of these lines, with the chat tokenizer of a folder, or else NullTokenizer."""
+    file = write_lines(path / "a.jsonl", lines)
+    tokenizer = NULL if folder is None else HuggingFaceTokenizer(str(folder))
+    samples = SftReader(options(file, **changes), tokenizer, str(folder)).read([file], "--sft-data")
+    return samples, samples.counts()
+
+
+def sets(
+    path: Path, lines: Lines, folder: Path | None = None, sizes: tuple[int, int, int] = (1, 0, 0), **changes: Any
+) -> Datasets:
+    """The sets of a file of these lines, with the chat tokenizer of a folder, or else NullTokenizer."""
+    file = write_lines(path / "a.jsonl", lines)
+    tokenizer = NULL if folder is None else HuggingFaceTokenizer(str(folder))
+    return build_sft_datasets(options(file, **changes), tokenizer, str(folder), sizes)
+
+
+def counting(lengths: Iterable[tuple[int, int]]) -> list[dict[str, str]]:
     """Lines of NullTokenizer ids: so many in the prompt, so many in the completion."""
-    return write_lines(
-        path,
-        (
-            {"prompt": " ".join(["1"] * prompt), "completion": " ".join(str(2 + n % 90) for n in range(answer))}
-            for prompt, answer in lengths
-        ),
-    )
+    return [
+        {"prompt": " ".join(["1"] * prompt), "completion": " ".join(str(2 + n % 90) for n in range(answer))}
+        for prompt, answer in lengths
+    ]
+
+
+def samples(data: TokenSequences) -> list[list[int]]:
+    return [data.tokens[a:b].tolist() for a, b in pairwise(data.begins)]
+
+
+def answers(data: TokenSequences, folder: Path) -> list[str]:
+    """The text of each sample that counts."""
+    parts = [slice(a, b) for a, b in pairwise(data.begins)]
+    return [HuggingFaceTokenizer(str(folder)).detokenize(data.tokens[part][data.counted[part]]) for part in parts]
 
 
 def labels(dataset: RowDataset) -> list[list[int]]:
@@ -63,9 +90,7 @@ def rows_of(source: SampleSource | None) -> RowDataset:
 
 
 def test_a_pair_counts_its_completion_and_eos(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "a.jsonl", [{"prompt": "1 2 3", "completion": "4 5"}])
-    data = build_sft_datasets(options(file), NULL, None, (1, 0, 0))
-    item = rows_of(data.train)[0]
+    item = rows_of(sets(tmp_path, [{"prompt": "1 2 3", "completion": "4 5"}]).train)[0]
     assert item["tokens"][:5].tolist() == [1, 2, 3, 4, 5]
     assert item["labels"][:5].tolist() == [2, 3, 4, 5, EOD]
     assert item["loss_mask"].tolist() == [False, False, True, True, True] + [False] * 59
@@ -73,24 +98,16 @@ def test_a_pair_counts_its_completion_and_eos(tmp_path: Path) -> None:
 
 
 def test_a_pair_begins_with_what_the_tokenizer_puts_before_a_text_and_ends_with_one_eos(tmp_path: Path) -> None:
-    put_template(chat_tokenizer(tmp_path), "<|begin|> $A <|im_end|>")
-    tokenizer = HuggingFaceTokenizer(str(tmp_path))
-    data = write_lines(tmp_path / "a.jsonl", [{"prompt": "The quick", "completion": " brown fox"}])
-    sequences, _ = SftReader(options(data), tokenizer, None).read([data], "--sft-data")
+    folder = put_template(chat_tokenizer(tmp_path), "<|begin|> $A <|im_end|>")
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    sequences, _ = read(tmp_path, [{"prompt": "The quick", "completion": " brown fox"}], folder)
     assert sequences.tokens.tolist() == tokenizer.tokenize("The quick brown fox")
     assert sequences.counted.sum() == len(tokenizer.tokenize_alone([" brown fox"], special=True)[0]) + 1
 
 
 def test_conversations_and_pairs_may_share_a_file(tmp_path: Path, chat_folder: Path) -> None:
-    tokenizer = HuggingFaceTokenizer(str(chat_folder))
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": CONVERSATION}, *pairs(1)])
-    sequences, report = SftReader(options(file, seq_length=999), tokenizer, str(chat_folder)).read([file], "--sft-data")
-    first, second = (
-        tokenizer.detokenize(sequences.tokens[a:b][sequences.counted[a:b]])
-        for a, b in zip(sequences.begins, sequences.begins[1:], strict=False)
-    )
-    assert first == "4, of course.\n\nIsn't it?👍🏽 def add(a: int, b: int)"
-    assert second == " 0"
+    sequences, report = read(tmp_path, [{"messages": CONVERSATION}, *pairs(1)], chat_folder, seq_length=999)
+    assert answers(sequences, chat_folder) == ["".join(ANSWERS), " 0"]
     assert (report.samples, report.truncated, report.dropped, report.conversations) == (2, 0, 0, 1)
     assert report.answer_tokens == sequences.counted.sum()
 
@@ -100,45 +117,36 @@ def test_conversations_and_pairs_may_share_a_file(tmp_path: Path, chat_folder: P
 def test_a_conversation_is_the_same_in_every_form(
     tmp_path: Path, chat_folder: Path, form: str, system: str | None
 ) -> None:
-    tokenizer = HuggingFaceTokenizer(str(chat_folder))
     opening = [] if system is None else [{"role": "system", "content": system}]
-    file = write_lines(tmp_path / "a.jsonl", [{**SAME[form], "system": system}, {"messages": opening + MESSAGES}])
-    data, _ = SftReader(options(file), tokenizer, str(chat_folder)).read([file], "--sft-data")
-    first, second = (data.tokens[a:b].tolist() for a, b in zip(data.begins, data.begins[1:], strict=False))
+    data, _ = read(tmp_path, [{**SAME[form], "system": system}, {"messages": opening + MESSAGES}], chat_folder)
+    first, second = samples(data)
     assert first == second
 
 
 def test_alpacas_file_is_read_as_published_one_list_with_some_empty_outputs(tmp_path: Path, chat_folder: Path) -> None:
-    tokenizer = HuggingFaceTokenizer(str(chat_folder))
     values = [SAME["alpaca"], {**SAME["alpaca"], "output": ""}, SAME["alpaca"]]
     (tmp_path / "alpaca.json").write_text(json.dumps(values, indent=4))
+    tokenizer = HuggingFaceTokenizer(str(chat_folder))
     data = build_sft_datasets(options(str(tmp_path / "alpaca.json")), tokenizer, str(chat_folder), (1, 0, 0))
     assert len(rows_of(data.train)) == 2
     assert any("1 lines with an empty output were left out" in note for note in data.notes)
 
 
 def test_an_answer_of_weight_zero_is_context(tmp_path: Path, chat_folder: Path) -> None:
-    tokenizer = HuggingFaceTokenizer(str(chat_folder))
     for keys in ({"weight": 0}, {"train": False}, {"weight": 0, "train": False, "name": None, "loss": None}):
-        file = write_lines(tmp_path / "a.jsonl", [{"messages": with_keys(**keys)}, {"messages": CONVERSATION}])
-        data, _ = SftReader(options(file, seq_length=999), tokenizer, str(chat_folder)).read([file], "--sft-data")
-        middle = data.begins[1]
-        assert data.tokens[:middle].tolist() == data.tokens[middle:].tolist()
-        parts = (slice(middle), slice(middle, None))
-        counted = [tokenizer.detokenize(data.tokens[part][data.counted[part]]) for part in parts]
-        answers = [message["content"] for message in CONVERSATION if message["role"] == "assistant"]
-        assert counted == [answers[1], answers[0] + answers[1]]
+        lines = [{"messages": with_keys(**keys)}, {"messages": CONVERSATION}]
+        data, _ = read(tmp_path, lines, chat_folder, seq_length=999)
+        first, second = samples(data)
+        assert first == second
+        assert answers(data, chat_folder) == [ANSWERS[1], "".join(ANSWERS)]
 
 
 def test_samples_of_one_conversation_are_held_out_together(tmp_path: Path) -> None:
     folder = chat_tokenizer(tmp_path / "tokenizer", REASONING_TEMPLATE)
     talks = [[message | {"content": f"{n}"} for message in CONVERSATION[1:]] for n in range(10, 30)]
-    file = write_lines(tmp_path / "a.jsonl", ({"messages": messages} for messages in talks))
-    tokenizer = HuggingFaceTokenizer(str(folder))
-    data = build_sft_datasets(options(file, seq_length=999, valid_share=0.3), tokenizer, str(folder), (1, 1, 0))
-    train, valid = (
-        [tokenizer.detokenize(ids) for ids in labels(rows_of(source))] for source in (data.train, data.valid)
-    )
+    lines = [{"messages": messages} for messages in talks]
+    data = sets(tmp_path, lines, folder, (1, 1, 0), seq_length=999, valid_share=0.3)
+    train, valid = ([tuple(ids) for ids in labels(rows_of(source))] for source in (data.train, data.valid))
     assert (len(train), len(valid)) == (28, 12)
     assert not set(train) & set(valid)
     assert any("20 conversations became several samples" in note for note in data.notes)
@@ -153,7 +161,7 @@ class Deaf(NullTokenizer):
 
 
 def test_samples_are_tokenized_once_and_again_where_anything_changed(tmp_path: Path) -> None:
-    file = counting(tmp_path / "a.jsonl", [(2, 3), (1, 2)])
+    file = write_lines(tmp_path / "a.jsonl", counting([(2, 3), (1, 2)]))
     chosen = options(file, cache=SampleCache(str(tmp_path / "kept")))
 
     def rows(tokenizer: Tokenizer, **changes: Any) -> tuple[list[list[int]], list[str]]:
@@ -167,7 +175,7 @@ def test_samples_are_tokenized_once_and_again_where_anything_changed(tmp_path: P
         rows(Deaf(99), seq_length=63)
     with pytest.raises(AssertionError, match="tokenized again"):
         rows(Deaf(98))
-    counting(tmp_path / "a.jsonl", [(2, 3), (1, 3)])
+    write_lines(tmp_path / "a.jsonl", counting([(2, 3), (1, 3)]))
     with pytest.raises(AssertionError, match="tokenized again"):
         rows(Deaf(99))
 
@@ -209,33 +217,26 @@ def test_kept_samples_are_those_of_the_tokenizer_and_template_that_are_loaded(
 
 def test_what_truncation_costs_is_counted(tmp_path: Path) -> None:
     # A row of 10 places holds 11 tokens. Completions have an EOS more.
-    lengths = [(5, 5), (5, 6), (8, 7), (10, 3), (11, 3), (30, 2), (0, 9)]
-    file = counting(tmp_path / "a.jsonl", lengths)
+    lines = counting([(5, 5), (5, 6), (8, 7), (10, 3), (11, 3), (30, 2), (0, 9)])
+    _, report = read(tmp_path, lines, seq_length=10, long_answers="truncate")
+    assert (report.samples, report.truncated, report.dropped) == (5, 3, 2)
+    assert report.lost_tokens == 1 + 5 + 3
+    assert report.dropped_tokens == 4 + 3
+    assert report.answer_tokens == 6 + 6 + 3 + 1 + 9
     for packing in (False, True):
-        chosen = options(file, seq_length=10, packing=packing, long_answers="truncate")
-        data = build_sft_datasets(chosen, NULL, None, (1, 0, 0))
-        _, report = SftReader(chosen, NULL, None).read([file], "--sft-data")
-        assert (report.samples, report.truncated, report.dropped) == (5, 3, 2)
-        assert report.lost_tokens == 1 + 5 + 3
-        assert report.dropped_tokens == 4 + 3
-        assert report.answer_tokens == 6 + 6 + 3 + 1 + 9
-        told = "\n".join(data.notes)
-        assert "3 samples were cut to --seq-length 10 and lost 9 answer tokens" in told
-        assert "2 samples with 7 answer tokens were left out" in told
-        rows = rows_of(data.train)
-        assert sum(map(len, labels(rows))) == report.answer_tokens
-    exact = build_sft_datasets(options(counting(tmp_path / "b.jsonl", [(5, 5)]), seq_length=10), NULL, None, (1, 0, 0))
-    assert not any("cut" in note for note in exact.notes)
+        data = sets(tmp_path, lines, seq_length=10, packing=packing, long_answers="truncate")
+        notes = "\n".join(data.notes)
+        assert "3 samples were cut to --seq-length 10 and lost 9 answer tokens" in notes
+        assert "2 samples with 7 answer tokens were left out" in notes
+        assert sum(map(len, labels(rows_of(data.train)))) == report.answer_tokens
+    assert not any("cut" in note for note in sets(tmp_path, counting([(5, 5)]), seq_length=10).notes)
 
 
 def test_the_context_after_the_last_answer_that_fits_is_cut_too(tmp_path: Path, chat_folder: Path) -> None:
-    tokenizer = HuggingFaceTokenizer(str(chat_folder))
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": CONVERSATION}, {"messages": CONVERSATION[:3]}])
-    reader = SftReader(options(file, seq_length=10_000), tokenizer, str(chat_folder))
-    whole, _ = reader.read([file], "--sft-data")
+    lines = [{"messages": CONVERSATION}, {"messages": CONVERSATION[:3]}]
+    whole, _ = read(tmp_path, lines, chat_folder, seq_length=10_000)
     short = int(whole.lengths[1])
-    cutting = options(file, seq_length=short + 5, long_answers="truncate")
-    cut, report = SftReader(cutting, tokenizer, str(chat_folder)).read([file], "--sft-data")
+    cut, report = read(tmp_path, lines, chat_folder, seq_length=short + 5, long_answers="truncate")
     assert cut.lengths.tolist() == [short, short]
     assert (report.truncated, report.dropped) == (1, 0)
 
@@ -245,12 +246,11 @@ def test_a_sample_whose_answers_exceed_a_row_is_an_error_unless_asked_otherwise(
     tmp_path: Path, policy: str, kept: int
 ) -> None:
     for prompt, answer in ((9, 3), (50, 3), (2, 9)):
-        file = counting(tmp_path / "a.jsonl", [(2, 8), (prompt, answer)])
+        lines = counting([(2, 8), (prompt, answer)])
         says = rf"a\.jsonl:2: the sample has {prompt + answer + 1} tokens, {answer + 1} of them in .* allows 11"
         with pytest.raises(UserError, match=says):
-            build_sft_datasets(options(file, seq_length=10), NULL, None, (1, 0, 0))
-    data = build_sft_datasets(options(file, seq_length=10, long_answers=policy), NULL, None, (1, 0, 0))
-    assert len(rows_of(data.train)) == kept
+            sets(tmp_path, lines, seq_length=10)
+    assert len(rows_of(sets(tmp_path, lines, seq_length=10, long_answers=policy).train)) == kept
 
 
 def with_keys(**keys: Any) -> list[dict[str, Any]]:
@@ -304,12 +304,10 @@ BAD = [
 
 def test_tools_are_a_list_or_one_as_json_and_none_where_that_is_empty(tmp_path: Path) -> None:
     folder = chat_tokenizer(tmp_path / "reasoning", REASONING_TEMPLATE)
-    reader = SftReader(options(seq_length=999), HuggingFaceTokenizer(str(folder)), str(folder))
     tools = [{"name": "f"}]
     forms = [{"tools": tools}, {"tools": json.dumps(tools)}, {}, {"tools": []}, {"tools": "[]"}, {"tools": None}]
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": MESSAGES, **form} for form in forms])
-    data, _ = reader.read([file], "--sft-data")
-    with_tools, same, *others = (data.tokens[a:b].tolist() for a, b in zip(data.begins, data.begins[1:], strict=False))
+    data, _ = read(tmp_path, [{"messages": MESSAGES, **form} for form in forms], folder, seq_length=999)
+    with_tools, same, *others = samples(data)
     assert with_tools == same
     assert all(other == others[0] != with_tools for other in others)
 
@@ -318,11 +316,8 @@ def test_tools_are_a_list_or_one_as_json_and_none_where_that_is_empty(tmp_path: 
 def test_a_bad_line_is_told_by_file_and_line(
     tmp_path: Path, chat_folder: Path, value: dict[str, Any], message: str
 ) -> None:
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": CONVERSATION}, value])
     with pytest.raises(UserError, match=r"a\.jsonl:2: .*" + message) as caught:
-        build_sft_datasets(
-            options(file, seq_length=999), HuggingFaceTokenizer(str(chat_folder)), str(chat_folder), (1, 0, 0)
-        )
+        read(tmp_path, [{"messages": CONVERSATION}, value], chat_folder, seq_length=999)
     assert str(caught.value).count("a.jsonl") == 1
 
 
@@ -332,16 +327,6 @@ class NoEnd(NullTokenizer):
     def __init__(self) -> None:
         super().__init__(99)
         self.eod = None
-
-
-def test_a_tokenizer_without_eos_or_template_is_told_before_anything_is_read(tmp_path: Path) -> None:
-    pair = counting(tmp_path / "a.jsonl", [(1, 1)])
-    with pytest.raises(FlagError, match="--sft-data needs a tokenizer with an end-of-document id"):
-        build_sft_datasets(options(pair), NoEnd(), None, (1, 0, 0))
-    bare = chat_tokenizer(tmp_path / "bare", None)
-    chat = write_lines(tmp_path / "b.jsonl", [{"messages": CONVERSATION}])
-    with pytest.raises(FlagError, match="no chat template .*--chat-template chatml"):
-        build_sft_datasets(options(chat), HuggingFaceTokenizer(str(bare)), str(bare), (1, 0, 0))
 
 
 def test_the_first_lines_show_what_is_wrong_with_flags_and_files(tmp_path: Path) -> None:
@@ -369,109 +354,66 @@ def test_the_first_lines_show_what_is_wrong_with_flags_and_files(tmp_path: Path)
     assert empty.endswith("empty.jsonl: it has no samples")
 
 
-def test_a_file_without_samples_is_told(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n")
+def test_what_reading_finds_is_told_without_that_check_too(tmp_path: Path) -> None:
+    with pytest.raises(FlagError, match="--sft-data needs a tokenizer with an end-of-document id"):
+        build_sft_datasets(options("a.jsonl"), NoEnd(), None, (1, 0, 0))
+    with pytest.raises(FlagError, match="no chat template .*--chat-template chatml"):
+        sets(tmp_path, [{"messages": CONVERSATION}], chat_tokenizer(tmp_path / "bare", None))
     with pytest.raises(UserError, match=r"--sft-data .*a\.jsonl: it has no samples"):
-        build_sft_datasets(options(str(tmp_path / "a.jsonl")), NULL, None, (1, 0, 0))
-    file = counting(tmp_path / "b.jsonl", [(70, 2), (80, 2)])
+        sets(tmp_path, [])
     with pytest.raises(UserError, match="none of its 2 samples fits --seq-length"):
-        build_sft_datasets(options(file, long_answers="drop"), NULL, None, (1, 0, 0))
+        sets(tmp_path, counting([(70, 2), (80, 2)]), long_answers="drop")
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_the_held_out_share_is_chosen_by_the_seed_and_apart_from_training(tmp_path: Path, packing: bool) -> None:
-    file = write_lines(tmp_path / "a.jsonl", ({"prompt": "1", "completion": f" {n + 5}"} for n in range(90)))
+    lines = [{"prompt": "1", "completion": f" {n + 5}"} for n in range(90)]
 
-    def sets(seed: int) -> tuple[set[int], set[int]]:
-        chosen = options(file, seed=seed, valid_share=0.2, packing=packing)
-        data = build_sft_datasets(chosen, NULL, None, (1, 1, 0))
-        return tuple(  # type: ignore[return-value]
-            {ids for row in labels(rows_of(source)) for ids in row} - {EOD} for source in (data.train, data.valid)
-        )
+    def divided(seed: int) -> list[set[int]]:
+        data = sets(tmp_path, lines, sizes=(1, 1, 0), seed=seed, valid_share=0.2, packing=packing)
+        return [{i for row in labels(rows_of(source)) for i in row} - {EOD} for source in (data.train, data.valid)]
 
-    train, valid = sets(1)
+    train, valid = divided(1)
     assert len(valid) == 18
     assert train | valid == set(range(5, 95))
     assert not train & valid
-    assert sets(1) == (train, valid)
-    assert sets(2) != (train, valid)
+    assert divided(1) == [train, valid] != divided(2)
 
 
 def test_a_share_always_leaves_something_on_both_sides() -> None:
-    for samples, share, sizes in ((2, 0.01, (1, 1)), (3, 0.99, (1, 2)), (1000, 0.1, (900, 100))):
-        train, valid = hold_out(samples, share, 0)
+    for count, share, sizes in ((2, 0.01, (1, 1)), (3, 0.99, (1, 2)), (1000, 0.1, (900, 100))):
+        train, valid = hold_out(count, share, 0)
         assert (len(train), len(valid)) == sizes
-        assert sorted([*train, *valid]) == list(range(samples))
+        assert sorted([*train, *valid]) == list(range(count))
     with pytest.raises(UserError, match="only 1 sample"):
         hold_out(1, 0.5, 0)
 
 
 def test_a_second_file_is_the_validation_set(tmp_path: Path) -> None:
-    train = counting(tmp_path / "a.jsonl", [(1, 1)] * 5)
-    valid = counting(tmp_path / "b.jsonl", [(1, 2)] * 3)
-    data = build_sft_datasets(options(train, valid_data=[valid]), NULL, None, (20, 6, 0))
-    assert (len(rows_of(data.train)), len(rows_of(data.valid))) == (5, 3)
-    assert data.test is None
+    train, valid = counting([(1, 1)] * 5), write_lines(tmp_path / "b.jsonl", counting([(1, 2)] * 3))
+    data = sets(tmp_path, train, sizes=(20, 6, 0), valid_data=[valid])
+    assert (len(rows_of(data.train)), len(rows_of(data.valid)), data.test) == (5, 3, None)
     assert [(each.split, each.documents, each.samples, each.epochs) for each in data.summaries] == [
         ("train", 5, 20, 4.0),
         ("valid", 3, 6, 2.0),
     ]
-    assert build_sft_datasets(options(train, valid_data=[valid]), NULL, None, (20, 0, 0)).valid is None
-
-
-def served(dataset: SampleSource, count: int, *, dp_size: int = 1, start: int = 0, workers: int = 0) -> list[list[int]]:
-    """Labels of each sample in the order of consumption, over all data-parallel ranks, each pass shuffled."""
-    found: dict[int, list[int]] = {}
-    for rank in range(dp_size):
-        with MicrobatchIterator(
-            dataset,
-            start_sample=start,
-            micro_batch_size=2,
-            dp_rank=rank,
-            dp_size=dp_size,
-            num_workers=workers,
-            seed=3,
-            dataloader_type="cyclic",
-        ) as batches:
-            for batch in islice(batches, count // (2 * dp_size)):
-                for row, number in enumerate(batch.sample_ids.tolist()):
-                    found[number] = batch.labels[row][batch.loss_mask[row]].tolist()
-    return [found[number] for number in sorted(found)]
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_epochs_are_shuffled_anew_and_the_same_for_every_layout_and_start(tmp_path: Path, packing: bool) -> None:
-    file = counting(tmp_path / "a.jsonl", [(3, 1 + n % 20) for n in range(41)])
-    dataset = rows_of(build_sft_datasets(options(file, packing=packing), NULL, None, (1, 0, 0)).train)
-    size = len(dataset)
-    count = 3 * size // 4 * 4
-    order = served(dataset, count)
-    epochs = [order[:size], order[size : 2 * size]]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(labels(dataset))
-    assert epochs[0] != epochs[1]
-    assert served(dataset, count, dp_size=2, workers=1) == order
-    assert served(dataset, count - 8, start=8) == order[8:]
+    assert sets(tmp_path, train, sizes=(20, 0, 0), valid_data=[valid]).valid is None
 
 
 def test_packing_serves_every_sample_once_in_fewer_rows(tmp_path: Path) -> None:
-    file = counting(tmp_path / "a.jsonl", [(1 + n % 7, 1 + n % 23) for n in range(300)])
-    padded, packed = (
-        rows_of(build_sft_datasets(options(file, packing=packing), NULL, None, (1, 0, 0)).train)
-        for packing in (False, True)
-    )
+    lines = counting((1 + n % 7, 1 + n % 23) for n in range(300))
+    data = sets(tmp_path, lines, packing=True)
+    padded, packed = rows_of(sets(tmp_path, lines).train), rows_of(data.train)
     assert sorted(packed.rows.order.tolist()) == list(range(300))
     assert packed.sequences.counted.sum() == padded.sequences.counted.sum() == sum(map(len, labels(packed)))
     filled = (padded.sequences.lengths - 1).sum() / (len(packed) * 64)
     assert filled > 0.95
-    notes = build_sft_datasets(options(file, packing=True), NULL, None, (1, 0, 0)).notes
-    assert f"300 samples packed into {len(packed)} rows, which are {filled:.1%}" in notes[-1]
+    assert f"300 samples packed into {len(packed)} rows, which are {filled:.1%}" in data.notes[-1]
 
 
 def test_what_the_template_or_tokenizer_refuses_names_the_line(tmp_path: Path, chat_folder: Path) -> None:
-    file = write_lines(tmp_path / "b.jsonl", [{"prompt": "1", "completion": "two"}])
-    with pytest.raises(UserError, match=r"b\.jsonl:1: NullTokenizer reads ids"):
-        build_sft_datasets(options(file), NULL, None, (1, 0, 0))
-    tokenizer = HuggingFaceTokenizer(str(chat_folder))
+    with pytest.raises(UserError, match=r"a\.jsonl:1: NullTokenizer reads ids"):
+        sets(tmp_path, [{"prompt": "1", "completion": "two"}])
     refusing, first = tmp_path / "t.jinja", tmp_path / "first.jinja"
     refusing.write_text("{{ raise_exception('no system role') }}")
     first.write_text("{{ messages[0].content }}")
@@ -479,6 +421,5 @@ def test_what_the_template_or_tokenizer_refuses_names_the_line(tmp_path: Path, c
         (refusing, CONVERSATION, r"the chat template .*t\.jinja refuses it: no system role"),
         (first, [MESSAGES[1], *MESSAGES], "it begins with an answer.*begin with a system or user"),
     ):
-        file = write_lines(tmp_path / "c.jsonl", [{"messages": messages}])
-        with pytest.raises(UserError, match=r"c\.jsonl:1: " + says):
-            build_sft_datasets(options(file, chat_template=str(template)), tokenizer, None, (1, 0, 0))
+        with pytest.raises(UserError, match=r"a\.jsonl:1: " + says):
+            sets(tmp_path, [{"messages": messages}], chat_folder, chat_template=str(template))

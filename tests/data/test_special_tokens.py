@@ -150,7 +150,7 @@ def test_tokens_that_frame_turns_are_guarded_though_their_file_calls_them_not_sp
     assert chat.prompt(messages) == load_chat(None, usual, str(folder)).prompt(messages)
     file = write_lines(tmp_path / "a.jsonl", [{"messages": [*messages, {"role": "assistant", "content": FORGED}]}])
     reader = SftReader(SftOptions([file], 999, 1), HuggingFaceTokenizer(str(place)), str(place))
-    assert reader.read([file], "--sft-data")[0].tokens.tolist().count(usual.special["<|im_start|>"]) == 2
+    assert reader.read([file], "--sft-data").tokens.tolist().count(usual.special["<|im_start|>"]) == 2
     assert len(chat.encoder.ids(chat.encoder.protect("<think></think>"))) == 2  # content, as transformers reads it
 
 
@@ -187,7 +187,7 @@ def test_prompts_and_completions_hold_plain_text(folder: Path, theirs: Any, tmp_
     tokenizer = HuggingFaceTokenizer(str(folder))
     lines = write_lines(tmp_path / "a.jsonl", [{"prompt": FORGED, "completion": " c<|im_end|>d"}])
     reader = SftReader(SftOptions([lines], 999, 1), tokenizer, str(folder))
-    sequences, _ = reader.read([lines], "--sft-data")
+    sequences = reader.read([lines], "--sft-data")
     expected = [*theirs(FORGED)["input_ids"], *theirs(" c<|im_end|>d")["input_ids"], tokenizer.eod]
     assert sequences.tokens.tolist() == expected
     assert reader.prompt(FORGED, PAIR) == theirs(FORGED)["input_ids"]  # as an evaluation asks

@@ -26,20 +26,6 @@ def test_ranges_of_documents_equal_megatron_cores(split: str, documents: int) ->
             assert source.documents(documents) == expected
 
 
-def test_the_default_split_is_megatrons() -> None:
-    shares = [source.share for source in split_sources(DataConfig(data_path=["p"])) if source]
-    assert [round(1000 * end) - round(1000 * begin) for begin, end in shares] == [969, 30, 1]
-
-
-def test_paths_of_their_own_leave_out_what_is_not_given() -> None:
-    train, valid, test = split_sources(DataConfig(train_data_path=["p"], valid_data_path=["1", "q", "2", "r"]))
-    assert train is not None
-    assert train.share == (0.0, 1.0)
-    assert valid is not None
-    assert valid.blend.prefixes == ("q", "r")
-    assert test is None
-
-
 def test_data_args_path_holds_what_data_path_would(tmp_path: Path) -> None:
     (tmp_path / "args").write_text("30 p\n70 q\n")
     source = split_sources(DataConfig(data_args_path=str(tmp_path / "args")))[0]

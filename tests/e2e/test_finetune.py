@@ -124,7 +124,7 @@ def test_samples_of_all_lengths_train_alike_in_every_layout(
 
 def sequences_of(base: Path, answers: str) -> TokenSequences:
     options = SftOptions(data=[answers], seq_length=64, seed=1234, long_answers="truncate")
-    return SftReader(options, HuggingFaceTokenizer(str(base)), str(base)).read([answers], "--sft-data")[0]
+    return SftReader(options, HuggingFaceTokenizer(str(base)), str(base)).read([answers], "--sft-data")
 
 
 def test_the_loss_is_that_of_transformers_over_the_answers_padded_or_packed(

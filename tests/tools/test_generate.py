@@ -79,6 +79,7 @@ def test_the_command_prints_one_json_object_a_prompt(run: Path) -> None:
 def test_a_bad_number_ends_with_status_2_before_torch_is_loaded(run: Path) -> None:
     code = (
         "import runpy, sys\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
         f"sys.argv = {[str(SCRIPT), *words(run, '--prompt', 'x', '--top-p', '1.5')]!r}\n"
         "try:\n"
         f"    runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
