@@ -288,6 +288,27 @@ def test_a_tokenizer_json_without_eos_has_no_eod_and_append_eod_is_refused(folde
         require_eod(tokenizer, "--append-eod")
 
 
+@pytest.mark.parametrize("settings", [{"eos_token": "<|end|>", "bos_token": None}, {"eos_token": "<|end|>"}], ids=str)
+def test_a_piece_of_text_has_no_role_whatever_its_name(tmp_path: Path, settings: dict[str, Any]) -> None:
+    byte_level(300, "<|end|>").save(str(tmp_path / "tokenizer.json"))
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["<s>"] = 300
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    assert (ours.bos, ours.eod) == (None, 0)
+    assert ours.detokenize([300]) == "<s>"
+
+
+def test_a_role_that_is_null_is_of_no_token(tmp_path: Path) -> None:
+    byte_level(300, "<s>", "</s>", "<pad>").save(str(tmp_path / "tokenizer.json"))
+    ours = build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    assert (ours.bos, ours.eod, ours.pad) == (0, 1, 2)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "pad_token": {"content": "</s>"}}')
+    ours = build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    assert (ours.bos, ours.eod, ours.pad) == (None, 1, 1)
+
+
 def test_a_wrong_form_of_a_token_is_an_error(hf_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((hf_folder / "tokenizer.json").read_bytes())
     for content, message in (
