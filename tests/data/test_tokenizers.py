@@ -288,6 +288,26 @@ def test_a_tokenizer_json_without_eos_has_no_eod_and_append_eod_is_refused(folde
         require_eod(tokenizer, "--append-eod")
 
 
+def test_a_tokenizer_json_is_used_as_it_is_whatever_class_the_files_name(tmp_path: Path) -> None:
+    """Llama's class in transformers would put a blank before the first word only, and none before another blank."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581\u2581"]
+    vocabulary = {name: n for n, name in enumerate(names)}
+    truth = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocabulary, [("\u2581", "\u2581")], unk_token="<unk>", byte_fallback=True)
+    )
+    steps = [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+    truth.normalizer = tokenizers.normalizers.Sequence(steps)
+    truth.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in ("<s>", "</s>")])
+    truth.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    blank, a, b, two = (vocabulary[name] for name in names[-4:])
+    assert ours.tokenize(" a</s>b<s> b") == [two, a, 2, blank, b, 1, two, b]
+    for text in (*SAMPLES, *ODD):
+        assert ours.tokenize(text) == truth.encode(text).ids
+
+
 @pytest.mark.parametrize("settings", [{"eos_token": "<|end|>", "bos_token": None}, {"eos_token": "<|end|>"}], ids=str)
 def test_a_piece_of_text_has_no_role_whatever_its_name(tmp_path: Path, settings: dict[str, Any]) -> None:
     byte_level(300, "<|end|>").save(str(tmp_path / "tokenizer.json"))
