@@ -19,6 +19,7 @@ from typing import Any
 
 from megalite.config.errors import UserError
 from megalite.data.jsonl import NONCHARACTERS
+from megalite.files.lfs import refuse_pointer
 
 MARK = NONCHARACTERS[6]  # begins and ends the name of a special token, see `marked`
 
@@ -158,9 +159,11 @@ def load_library(package: str) -> Any:
 def read_file(flag: str, path: str) -> bytes:
     """A whole file. A UserError that names flag and file where it can't be read."""
     try:
-        return Path(path).read_bytes()
+        content = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"{flag} {path}: {error.strerror or error}") from None
+    refuse_pointer(f"{flag} {path}", content)
+    return content
 
 
 def first_line(error: BaseException) -> str:

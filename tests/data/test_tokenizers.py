@@ -356,6 +356,14 @@ def test_a_broken_file_is_named(tmp_path: Path, sentencepiece_file: str, kind: s
         build(kind, tokenizer_model=str(tmp_path / "absent"))
 
 
+def test_a_pointer_of_git_lfs_is_told_from_a_broken_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json: a Git LFS pointer instead of the file: run `git lfs install"
+    ):
+        build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+
+
 def test_broken_gpt2_files_are_named(bpe_files: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_text("no such\npair here at all\n")
     with pytest.raises(UserError, match=r"--merge-file .*merges.txt"):
