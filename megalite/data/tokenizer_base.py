@@ -19,7 +19,7 @@ from typing import Any
 
 from megalite.config.errors import UserError
 from megalite.data.jsonl import NONCHARACTERS
-from megalite.files.lfs import refuse_pointer
+from megalite.files import lfs
 
 MARK = NONCHARACTERS[6]  # begins and ends the name of a special token, see `marked`
 
@@ -162,7 +162,8 @@ def read_file(flag: str, path: str) -> bytes:
         content = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"{flag} {path}: {error.strerror or error}") from None
-    refuse_pointer(f"{flag} {path}", content)
+    if lfs.is_pointer(content):
+        raise UserError(f"{flag} {path}: {lfs.WRONG}")
     return content
 
 

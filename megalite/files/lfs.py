@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from megalite.config.errors import UserError
-
 _BEGINNING = b"version https://git-lfs.github.com/spec/"
 LENGTH = len(_BEGINNING)
 """Bytes that tell a pointer from a file."""
 
+WRONG = "a Git LFS pointer instead of the file: run `git lfs install && git lfs pull` there"
+"""What is wrong with a pointer, for a message."""
 
-def refuse_pointer(where: str, beginning: bytes) -> None:
-    """A UserError where a file that begins so is only a pointer. `where`: names it."""
-    if beginning.startswith(_BEGINNING):
-        raise UserError(f"{where}: a Git LFS pointer instead of the file: run `git lfs install && git lfs pull` there")
+
+def is_pointer(beginning: bytes) -> bool:
+    """Whether a file that begins so only says where the file is."""
+    return beginning.startswith(_BEGINNING)

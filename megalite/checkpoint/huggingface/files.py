@@ -114,7 +114,8 @@ class TensorFiles(ExitStack):
             raise CheckpointError(f"{path} is missing, and {INDEX_FILE} names it")
         with naming(path, SafetensorError):
             with open(path, "rb") as stream:
-                lfs.refuse_pointer(str(path), stream.read(lfs.LENGTH))
+                if lfs.is_pointer(stream.read(lfs.LENGTH)):
+                    raise CheckpointError(f"{path}: {lfs.WRONG}")
             opened = self.enter_context(safe_open(path, framework="pt"))
             for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
                 if name in self.file_of:
