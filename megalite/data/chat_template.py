@@ -94,7 +94,7 @@ class ChatTemplate:
     def marks_of_turns(self, tokens: Collection[str]) -> set[str]:
         """Those of some tokens that frame a message: it could forge a turn with them. They are what the template writes
         for plain messages as well as for the next answer's beginning, and ends of text; one of both alone may be
-        content (`<think>`)."""
+        content (`<think>`). So is what has no letter: Yi has tokens for a line break and for each digit."""
         question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
         try:
             conversation = self.render([question, answer, question])
@@ -102,7 +102,8 @@ class ChatTemplate:
         except UserError:  # it refuses even the plainest conversation
             conversation = prompt = ""
         ends = self.variables.values()
-        return {token for token in tokens if (token in conversation and token in prompt) or token in ends}
+        written = {token for token in tokens if token in conversation and token in prompt}
+        return {token for token in tokens if token in ends or (token in written and any(map(str.isalpha, token)))}
 
     def samples(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, trained: Collection[int] | None = None

@@ -19,6 +19,7 @@ from typing import Any
 
 from megalite.config.errors import UserError
 from megalite.data.jsonl import NONCHARACTERS
+from megalite.files import lfs
 
 MARK = NONCHARACTERS[6]  # begins and ends the name of a special token, see `marked`
 
@@ -158,9 +159,12 @@ def load_library(package: str) -> Any:
 def read_file(flag: str, path: str) -> bytes:
     """A whole file. A UserError that names flag and file where it can't be read."""
     try:
-        return Path(path).read_bytes()
+        content = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"{flag} {path}: {error.strerror or error}") from None
+    if lfs.is_pointer(content):
+        raise UserError(f"{flag} {path}: {lfs.WRONG}")
+    return content
 
 
 def first_line(error: BaseException) -> str:

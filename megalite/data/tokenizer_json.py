@@ -149,11 +149,12 @@ class HuggingFaceTokenizer(TokenizersLibrary):
         self.special = _special(backend)
         backend.add_tokens(list(beside.missing(backend, library.AddedToken)))
         self._set_backend(backend)
-        self.eod, self.bos, self.pad = (self._role(role, beside.role(role)) for role in _USUAL)
+        self.eod, self.bos, self.pad = (self._role(beside.role(role, usual)) for role, usual in _USUAL.items())
 
-    def _role(self, role: str, name: str | None) -> int | None:
-        ids = (self.backend.token_to_id(one) for one in ((name,) if name else _USUAL[role]))
-        return next((i for i in ids if i is not None), None)
+    def _role(self, names: Sequence[str]) -> int | None:
+        # A vocabulary may hold such a name as a piece of text, as Qwen's holds "<s>".
+        known = self.added or self.backend.get_vocab()
+        return next((known[name] for name in names if name in known), None)
 
 
 def _refuse_slow(file: Path) -> None:
@@ -199,10 +200,13 @@ class TokensBeside:
             result[token["id"]] = {key: value for key, value in token.items() if key != "id"}
         return result
 
-    def role(self, role: str) -> str | None:
-        """The token of a role, such as `eos_token`."""
-        value = self.settings.get(role)
-        return None if value is None else str(_form(value)["content"])
+    def role(self, role: str, usual: Sequence[str]) -> Sequence[str]:
+        """The token of a role, such as `eos_token`: none where it is null, any of the `usual` ones where nothing is
+        said."""
+        if role not in self.settings:
+            return usual
+        value = self.settings[role]
+        return () if value is None else (str(_form(value)["content"]),)
 
     def names(self) -> set[str]:
         """The texts of all tokens."""

@@ -154,6 +154,23 @@ def test_tokens_that_frame_turns_are_guarded_though_their_file_calls_them_not_sp
     assert len(chat.encoder.ids(chat.encoder.protect("<think></think>"))) == 2  # content, as transformers reads it
 
 
+def test_line_breaks_and_digits_that_are_tokens_of_their_own_are_text(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    place = chat_tokenizer(tmp_path)
+    content = json.loads((place / "tokenizer.json").read_text())
+    form = {"special": False, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+    content["added_tokens"] += [{"id": 500 + n, "content": text, **form} for n, text in enumerate(("\n", "0", "<|x|>"))]
+    (place / "tokenizer.json").write_text(json.dumps(content))
+    (place / "chat_template.jinja").write_text(CHATML_TEMPLATE.replace("<|im_end|>", "<|x|>"))
+    chat = load_chat(None, build_tokenizer(tokenizer_of(place, 0)), str(place))
+    truth = transformers.PreTrainedTokenizerFast.from_pretrained(str(place))
+    messages = [{"role": "user", "content": "10\n20"}, {"role": "assistant", "content": "0\n"}] * 2
+    whole = truth.apply_chat_template(messages[:3], add_generation_prompt=True, return_dict=False)
+    assert chat.prompt(messages[:3]) == whole
+    assert chat.encoder.protect("10\n") == "10\n"
+    assert chat.encoder.protect("<|x|>") != "<|x|>"  # what marks turns has letters
+
+
 def test_special_tokens_in_messages_are_read_on_request(folder: Path, theirs: Any) -> None:
     config = TokenizerConfig("HuggingFaceTokenizer", str(folder), parse_special_tokens=True)
     chat = load_chat(None, build_tokenizer(config), str(folder))

@@ -289,6 +289,47 @@ def test_a_tokenizer_json_without_eos_has_no_eod_and_append_eod_is_refused(folde
         require_eod(tokenizer, "--append-eod")
 
 
+def test_a_tokenizer_json_is_used_as_it_is_whatever_class_the_files_name(tmp_path: Path) -> None:
+    """Llama's class in transformers would put a blank before the first word only, and none before another blank."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581\u2581"]
+    vocabulary = {name: n for n, name in enumerate(names)}
+    truth = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocabulary, [("\u2581", "\u2581")], unk_token="<unk>", byte_fallback=True)
+    )
+    steps = [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+    truth.normalizer = tokenizers.normalizers.Sequence(steps)
+    truth.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in ("<s>", "</s>")])
+    truth.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    blank, a, b, two = (vocabulary[name] for name in names[-4:])
+    assert ours.tokenize(" a</s>b<s> b") == [two, a, 2, blank, b, 1, two, b]
+    for text in (*SAMPLES, *ODD):
+        assert ours.tokenize(text) == truth.encode(text).ids
+
+
+@pytest.mark.parametrize("settings", [{"eos_token": "<|end|>", "bos_token": None}, {"eos_token": "<|end|>"}], ids=str)
+def test_a_piece_of_text_has_no_role_whatever_its_name(tmp_path: Path, settings: dict[str, Any]) -> None:
+    byte_level(300, "<|end|>").save(str(tmp_path / "tokenizer.json"))
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["<s>"] = 300
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    assert (ours.bos, ours.eod) == (None, 0)
+    assert ours.detokenize([300]) == "<s>"
+
+
+def test_a_role_that_is_null_is_of_no_token(tmp_path: Path) -> None:
+    byte_level(300, "<s>", "</s>", "<pad>").save(str(tmp_path / "tokenizer.json"))
+    ours = build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    assert (ours.bos, ours.eod, ours.pad) == (0, 1, 2)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "pad_token": {"content": "</s>"}}')
+    ours = build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    assert (ours.bos, ours.eod, ours.pad) == (None, 1, 1)
+
+
 def test_a_wrong_form_of_a_token_is_an_error(hf_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((hf_folder / "tokenizer.json").read_bytes())
     for content, message in (
@@ -314,6 +355,14 @@ def test_a_broken_file_is_named(tmp_path: Path, sentencepiece_file: str, kind: s
         build(kind, tokenizer_model=str(tmp_path / "broken"))
     with pytest.raises(UserError, match="--tokenizer-model .*absent.*No such file"):
         build(kind, tokenizer_model=str(tmp_path / "absent"))
+
+
+def test_a_pointer_of_git_lfs_is_told_from_a_broken_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json: a Git LFS pointer instead of the file: run `git lfs install"
+    ):
+        build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
 
 
 def test_broken_gpt2_files_are_named(bpe_files: tuple[str, str], tmp_path: Path) -> None:

@@ -15,20 +15,23 @@ from megalite.checkpoint.errors import CheckpointError
 REQUIRED: Any = object()
 
 # Who wrote the file and how a program calls the model; token ids, which belong to the tokenizer; labels and tasks of
-# heads that a language model doesn't have; how text is generated.
+# heads that a language model doesn't have; how text is generated, by transformers and by KoboldAI.
 _NAMES = """
-    _attn_implementation_autoset _commit_hash _model_name_or_path _name_or_path architectures attn_implementation
-    dtype is_llama_config keys_to_ignore_at_inference model_type name_or_path output_attentions output_hidden_states
-    output_scores pretraining_tp return_dict return_dict_in_generate tf_legacy_loss tie_last_hidden_states torch_dtype
-    torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
+    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _model_name_or_path
+    _name_or_path architectures attn_implementation author created_date dtype is_llama_config
+    keys_to_ignore_at_inference license model_type name_or_path output_attentions output_hidden_states output_scores
+    pretraining_tp return_dict return_dict_in_generate tf_legacy_loss tie_last_hidden_states torch_dtype torchscript
+    transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
 
-    _num_labels bos_token_id classifier_dropout decoder_start_token_id eos_token_id finetuning_task
-    forced_bos_token_id forced_eos_token_id id2label label2id num_labels pad_token_id prefix problem_type
-    sep_token_id task_specific_params tokenizer_class unk_token_id
+    _num_labels bos_token bos_token_id classifier_dropout decoder_start_token_id eos_token eos_token_id
+    finetuning_task forced_bos_token_id forced_eos_token_id id2label label2id num_labels pad_token pad_token_id prefix
+    problem_type sep_token_id task_specific_params tokenizer_class unk_token unk_token_id
 
     bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
     exponential_decay_length_penalty length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams
     num_return_sequences remove_invalid_values repetition_penalty suppress_tokens temperature top_k top_p typical_p
+
+    antemplate badwordsids newlinemode nobreakmodel rep_pen sampler_order temp tfs typical welcome
 """
 IRRELEVANT = frozenset(_NAMES.split())
 """Fields that don't decide what the network computes."""
@@ -41,7 +44,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "per_layer_config": (None,),
     "pruned_heads": ({}, None),
-    "quantization_config": (None,),
     "rope_interleaved": (False,),
     "sliding_window": (None,),
     "tie_encoder_decoder": (False,),
@@ -56,9 +58,15 @@ NOTED: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
 }
 """As `NEUTRAL`, of other programs or architectures: the user is told that they aren't used."""
-_IDLE = "gradient_checkpointing line_by_line max_sequence_length n_special output_past predict_special_tokens"
+_IDLE = """
+    embd_pdrop gradient_checkpointing hidden_dropout line_by_line max_sequence_length n_special output_past
+    predict_special_tokens resid_pdrop
+"""
 _WITHOUT_EFFECT = frozenset(_IDLE.split())
 """As `NOTED`, whatever their values."""
+
+_QUANTIZED = ("quantization_config", "quantization", "compression_config")
+"""Fields of weights that are stored in another form than their own."""
 
 
 class Fields:
@@ -113,6 +121,14 @@ class Fields:
         """
         if "auto_map" in self.values:
             raise CheckpointError(f"{self.where}: auto_map: the model needs its own code, which megalite never runs")
+        for name in _QUANTIZED:
+            value = self.values.pop(name, None)
+            if value is not None:
+                method = value.get("quant_method") if isinstance(value, Mapping) else None
+                raise CheckpointError(
+                    f"{self.where}: {name}: the weights are quantized{f' ({method})' if method else ''}, and megalite "
+                    "reads only plain ones: take the model that they were made from"
+                )
         left = {name: value for name, value in self.values.items() if name not in IRRELEVANT}
         left = {name: value for name, value in left.items() if value not in NEUTRAL.get(name, ())}
         if ignored is not None:

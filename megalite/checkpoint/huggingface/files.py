@@ -21,7 +21,7 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError, naming
 from megalite.checkpoint.storage import read_json
 from megalite.distributed.param_spec import Shape
-from megalite.files import atomic
+from megalite.files import atomic, lfs
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -113,6 +113,9 @@ class TensorFiles(ExitStack):
         if not path.exists():
             raise CheckpointError(f"{path} is missing, and {INDEX_FILE} names it")
         with naming(path, SafetensorError):
+            with open(path, "rb") as stream:
+                if lfs.is_pointer(stream.read(lfs.LENGTH)):
+                    raise CheckpointError(f"{path}: {lfs.WRONG}")
             opened = self.enter_context(safe_open(path, framework="pt"))
             for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
                 if name in self.file_of:

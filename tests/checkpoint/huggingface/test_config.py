@@ -139,7 +139,11 @@ def test_part_of_a_head_is_rotated_as_either_key_says() -> None:
     [
         ({**TINY, "attn_logit_softcapping": 30.0}, "unknown fields: attn_logit_softcapping 30.0"),
         ({**TINY, "a": 1, "b": {}}, "unknown fields: a 1, b {}"),
-        ({**TINY, "quantization_config": {"bits": 4}}, "unknown fields: quantization_config"),
+        (
+            {**TINY, "quantization_config": {"bits": 4, "quant_method": "awq"}},
+            "quantization_config: the weights are quantized (awq), and megalite reads only plain ones",
+        ),
+        ({**TINY, "quantization": {"group_size": 64, "bits": 4}}, "quantization: the weights are quantized, and"),
         ({**TINY, "rope_interleaved": True}, "unknown fields: rope_interleaved True"),
         ({**TINY, "auto_map": {}}, "auto_map: the model needs its own code"),
         ({**TINY, "model_type": "glm4"}, "model_type 'glm4' is not supported; supported: gpt2, llama"),
@@ -208,7 +212,13 @@ def test_what_is_not_understood_is_refused_by_name(values: dict[str, Any], messa
 
 @pytest.mark.parametrize(
     "field",
-    [{"use_mrope": False}, {"gradient_checkpointing": True}, {"max_sequence_length": 9}, {"a_field_of_tomorrow": None}],
+    [
+        {"use_mrope": False},
+        {"gradient_checkpointing": True},
+        {"max_sequence_length": 9},
+        {"hidden_dropout": 0.1},
+        {"a_field_of_tomorrow": None},
+    ],
     ids=lambda field: next(iter(field)),
 )
 def test_a_field_that_does_not_change_the_function_is_noted(field: dict[str, Any]) -> None:
@@ -216,6 +226,11 @@ def test_a_field_that_does_not_change_the_function_is_noted(field: dict[str, Any
     ((name, value),) = field.items()
     assert found.notes == [f"config.json: not used: {name} {value}"]
     assert found.model == network(TINY)
+
+
+def test_fields_of_authors_and_of_other_programs_are_of_no_account() -> None:
+    others = {"author": "A", "license": "mit", "_flash_attn_2_enabled": True, "badwordsids": [[0]], "eos_token": 2}
+    assert parse_config({**TINY, **others}, "config.json") == parse_config(TINY, "config.json")
 
 
 def test_an_unknown_field_is_left_unused_where_the_user_says_so_and_no_other_is() -> None:

@@ -43,6 +43,11 @@ def pickled(source: Path) -> None:
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
 
 
+def pointer(source: Path) -> None:
+    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 5\n"
+    (source / "model.safetensors").write_text(text)
+
+
 def no_config(source: Path) -> None:
     (source / "config.json").unlink()
 
@@ -71,6 +76,7 @@ def no_config(source: Path) -> None:
         (config(vocab_size=130), "model.embed_tokens.weight: (131, 32), but (130, 32) by config.json"),
         (config(num_hidden_layers=3), "lacks\n  model.layers.2.input_layernorm.weight"),
         (config(num_hidden_layers=1), "config.json's network doesn't have:\n  model.layers.1.input_layernorm.weight"),
+        (pointer, "model.safetensors: a Git LFS pointer instead of the file"),
         (truncate, "model.safetensors: "),
         (pickled, "pytorch_model.bin is a pickle"),
         (no_config, "config.json: No such file"),
