@@ -74,7 +74,7 @@ def main() -> None:
     elements = sum(bucket.size for bucket in fp32.buckets)
     sides: dict[str, Callable[[], object]] = {
         "torch AdamW, fused, one tensor": flat_adamw(elements),
-        "step alone, fp32": lambda: fp32.updater.step(1.0, {"default": 1e-4, "decoupled": 1e-4}, 0.01),
+        "step alone, fp32": lambda: fp32.engines[0].step(1.0, {"default": 1e-4, "decoupled": 1e-4}, 0.01),
         "norm, clip and step, fp32": lambda: fp32.step(fp32.measure(1.0), **RATES),
         "norm, clip, step and copy, bf16": lambda: bf16.step(bf16.measure(1.0), **RATES),
     }

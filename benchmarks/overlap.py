@@ -28,8 +28,8 @@ from megalite.verify.layouts import SHARDINGS
 class SlowTransport(Transport):
     """Another `delay` seconds for each collective. `busy`: seconds of delay since it was last set to 0."""
 
-    def __init__(self, group: Group):
-        super().__init__(group)
+    def __init__(self) -> None:
+        super().__init__()
         self.delay = self.busy = 0.0
         self._free = 0.0  # when the link is
 
@@ -38,14 +38,14 @@ class SlowTransport(Transport):
         self.busy += self.delay
         return _Slow(pending, self._free)
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        return self._slow(super().all_reduce(tensor))
+    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+        return self._slow(super().all_reduce(tensor, group))
 
-    def reduce_scatter(self, result: Tensor, tensor: Tensor) -> Pending:
-        return self._slow(super().reduce_scatter(result, tensor))
+    def reduce_scatter(self, result: Tensor, tensor: Tensor, group: Group) -> Pending:
+        return self._slow(super().reduce_scatter(result, tensor, group))
 
-    def all_gather(self, result: Tensor, part: Tensor) -> Pending:
-        return self._slow(super().all_gather(result, part))
+    def all_gather(self, result: Tensor, part: Tensor, group: Group) -> Pending:
+        return self._slow(super().all_gather(result, part, group))
 
 
 class _Slow(Pending):
@@ -82,15 +82,15 @@ def measure(
 ) -> list[tuple[float, float]]:
     """(median step, communication) in seconds without delays, and with delays of these shares of that step."""
     size = mesh.world.size
-    transport = SlowTransport(mesh.dp_cp)
+    transport = SlowTransport()
     environment = Environment(mesh.rank, size, mesh.rank, size)
     run = Run(prepare_config(RunConfig.from_dict(values), environment), mesh, transport=transport)
     results: list[tuple[float, float]] = []
     for share in [0.0, *shares]:
-        before = transport.traffic.collectives
+        before = transport.collectives
         run.trainer.step()  # warms up, and counts
-        run.optimizer.settle()
-        count = transport.traffic.collectives - before
+        run.optimizer.finish_gathers()
+        count = transport.collectives - before
         transport.delay = share * results[0][0] / count if results else 0.0
         run.trainer.step()
         times, transport.busy = [], 0.0
@@ -99,7 +99,7 @@ def measure(
             run.trainer.step()
             times.append(time.perf_counter() - begin)
         results.append((statistics.median(times), transport.busy / steps))
-        run.optimizer.settle()
+        run.optimizer.finish_gathers()
         transport.delay = 0.0
     run.close()
     return results

@@ -103,6 +103,23 @@ def tiny_tokens(batch: int, length: int, *, vocab_size: int = VOCABULARY, seed: 
     return torch.randint(vocab_size, (batch, length + 1), generator=generator)
 
 
+def assert_tiled(specs: Iterable[tuple[int, ParamSpec]]) -> None:
+    """The boxes that the ranks of one replica own cover a logical parameter once, boxes lie inside their tensors, and
+    all that hold a box agree on who does."""
+    by_rank = list(specs)
+    owned = torch.zeros(by_rank[0][1].shape, dtype=torch.int64)
+    holders: dict[tuple[Any, Any], set[int]] = {}
+    for rank, spec in by_rank:
+        local = torch.empty(spec.local_shape)
+        for box in spec.boxes:
+            owned[box.global_slices] += box.owner == rank
+            assert owned[box.global_slices].shape == local[box.local_slices].shape == box.shape
+            holders.setdefault((box.global_start, box.shape), set()).add(rank)
+    assert (owned == 1).all()
+    for box in (box for _, spec in by_rank for box in spec.boxes):
+        assert set(box.copies) == holders[box.global_start, box.shape] and box.owner in box.copies
+
+
 def assemble(parts: Iterable[tuple[int, ParamSpec, Tensor]]) -> Tensor:
     """The logical tensor from the owned boxes of (rank, spec, local tensor) of every rank of one replica."""
     whole: Tensor | None = None
@@ -144,16 +161,13 @@ def pieces_of(tensors: Iterable[NamedTensor]) -> list[Piece]:
 
 
 class FixedSink:
-    """A gradient sink that is one tensor, and counts."""
+    """A gradient sink that is one tensor."""
 
     def __init__(self, tensor: Tensor):
-        self.tensor, self.contributions = tensor, 0
+        self.tensor = tensor
 
     def target(self) -> Tensor:
         return self.tensor
-
-    def arrived(self) -> None:
-        self.contributions += 1
 
 
 def specs_and_values(model: nn.Module) -> dict[str, tuple[ParamSpec, Tensor]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite.checkpoint.metadata import Index, StoredChunk
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import Shape
-from megalite.distributed.pieces import Held, Piece
+from megalite.distributed.pieces import Piece
 
 STATE_PREFIX = "optimizer."
 
@@ -54,19 +54,21 @@ def owned_chunks(pieces: Iterable[Piece], mesh: Mesh) -> list[Chunk]:
     replicas. Ranks at the same place of their replicas hold the same boxes, so all come to the same shares without
     asking each other.
     """
-    written = [0] * mesh.dp_cp.size
+    written: dict[tuple[int, ...], list[int]] = {}
     seen: set[tuple[str, Shape]] = set()
     result = []
     for piece in pieces:
+        group = mesh.along(piece.spec.domain.data)
+        sizes_written = written.setdefault(group.ranks, [0] * group.size)
         for box, start, view in piece.held():
             if box.owner != mesh.rank or (piece.name, start) in seen:
                 continue
             seen.add((piece.name, start))  # two chunks of one rank may hold tied copies
-            writer = mesh.dp_cp.rank
+            writer = group.rank
             if not piece.sharded:
-                writer = written.index(min(written))
-                written[writer] += view.nbytes
-            if writer == mesh.dp_cp.rank:
+                writer = sizes_written.index(min(sizes_written))
+                sizes_written[writer] += view.nbytes
+            if writer == group.rank:
                 sizes = tuple(view.shape)
                 result.append(Chunk(piece.name, piece.spec.shape, start, sizes, view.dtype, view.detach))
     return result
@@ -105,20 +107,20 @@ def plan_reads(pieces: Iterable[Piece], index: Index) -> ReadPlan:
         if stored != piece.spec.shape:
             plan.shapes[key] = (stored, piece.spec.shape)
             continue
-        for held in piece.held():
-            reads = list(_reads(held, index.chunks[key]))
-            if sum(read.target.numel() for read in reads) != held.view.numel():
+        for _, start, view in piece.held():
+            reads = list(_reads(start, view, index.chunks[key]))
+            if sum(read.target.numel() for read in reads) != view.numel():
                 plan.gaps.append(key)
             plan.reads += reads
     return plan
 
 
-def _reads(held: Held, chunks: Iterable[StoredChunk]) -> Iterator[Read]:
+def _reads(global_start: Shape, view: Tensor, chunks: Iterable[StoredChunk]) -> Iterator[Read]:
     """The parts of a rectangle that lie in the chunks."""
     for chunk in chunks:
-        sides = zip(held.global_start, held.view.shape, chunk.start, chunk.sizes, strict=True)
+        sides = zip(global_start, view.shape, chunk.start, chunk.sizes, strict=True)
         ranges = [(max(a, b), min(a + n, b + m)) for a, n, b, m in sides]
         if all(low < high for low, high in ranges):
             start = tuple(low - b for (low, _), b in zip(ranges, chunk.start, strict=True))
-            here = (slice(low - a, high - a) for (low, high), a in zip(ranges, held.global_start, strict=True))
-            yield Read(chunk, start, held.view[tuple(here)])
+            here = (slice(low - a, high - a) for (low, high), a in zip(ranges, global_start, strict=True))
+            yield Read(chunk, start, view[tuple(here)])

@@ -112,8 +112,8 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     return Pending(result, dist.reduce_scatter_single(result, x, group=group.process_group, async_op=True), x)
 
 
-def sum_over_ranks(tensor: Tensor, ranks: tuple[int, ...], mesh: Mesh) -> Tensor:
-    """Sum a contiguous `tensor` in place over any `ranks` of this replica, equal bit for bit on all of them.
+def sum_over_ranks(tensor: Tensor, ranks: tuple[int, ...], mesh: Mesh, replica: Group) -> Tensor:
+    """Sum a contiguous `tensor` in place over any `ranks` of a replica, equal bit for bit on all of them.
 
     An all-reduce where they are one of the mesh's groups; else each sends its tensor to the others, which add in rank
     order: for copies that few ranks share, such as a key/value head or a tied embedding in a deep pipeline.
@@ -124,8 +124,8 @@ def sum_over_ranks(tensor: Tensor, ranks: tuple[int, ...], mesh: Mesh) -> Tensor
     received = {rank: torch.empty_like(tensor) for rank in ranks if rank != mesh.rank}
     operations = []
     for rank, buffer in received.items():
-        operations.append(dist.P2POp(dist.isend, tensor, rank, mesh.model.process_group))
-        operations.append(dist.P2POp(dist.irecv, buffer, rank, mesh.model.process_group))
+        operations.append(dist.P2POp(dist.isend, tensor, rank, replica.process_group))
+        operations.append(dist.P2POp(dist.irecv, buffer, rank, replica.process_group))
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     received[mesh.rank] = tensor.clone()

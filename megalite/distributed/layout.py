@@ -7,13 +7,26 @@ ranks; both multiply to the world size. Pure data: nothing here touches torch.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 from megalite.config.schema import LayoutConfig
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")  # slowest first
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Domain:
+    """How one kind of parameters lies on the grid. Ranks that differ only along `data` hold the same parameters and see
+    other data; those that differ only along `replica` hold one whole copy; `tensor` is the axis that cuts tensors."""
+
+    data: tuple[str, ...]
+    replica: tuple[str, ...]
+    tensor: str
+
+
+DENSE = Domain(data=("dp", "cp"), replica=("pp", "tp"), tensor="tp")
+DOMAINS = (DENSE,)
 
 
 @dataclass(frozen=True)
@@ -70,21 +83,14 @@ class Layout:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """All groups of ranks that differ only along `axes`, each in rank order; together they hold every rank once."""
-        family = DENSE_AXES if all(axis in DENSE_AXES for axis in axes) else EXPERT_AXES
-        assert all(axis in family for axis in axes), f"{axes} mixes dense and expert axes"
-        fixed = [axis for axis in family if axis not in axes]
-        grouped: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            coordinates = self.coordinates(rank)
-            grouped.setdefault(tuple(coordinates[axis] for axis in fixed), []).append(rank)
-        return [tuple(ranks) for ranks in grouped.values()]
+        return list(dict.fromkeys(self.group_of(rank, *axes) for rank in range(self.world_size)))
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The group along `axes` that holds `rank`."""
-        if all(axis in DENSE_AXES for axis in axes):
-            here = self.coordinates(rank)
-            ordered = [axis for axis in DENSE_AXES if axis in axes]
-            spans = itertools.product(*(range(self.size(axis)) for axis in ordered))
-            base = {axis: here[axis] for axis in DENSE_AXES}
-            return tuple(self.rank_at(**{**base, **dict(zip(ordered, span, strict=True))}) for span in spans)
-        return next(group for group in self.groups(*axes) if rank in group)
+        family = DENSE_AXES if all(axis in DENSE_AXES for axis in axes) else EXPERT_AXES
+        assert all(axis in family for axis in axes), f"{axes} mixes dense and expert axes"
+        here, ranks = self.coordinates(rank), [0]
+        for axis in family:
+            indices = range(self.size(axis)) if axis in axes else (here[axis],)
+            ranks = [at * self.size(axis) + index for at in ranks for index in indices]
+        return tuple(ranks)

@@ -13,17 +13,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megalite.distributed.layout import Layout
+from megalite.distributed.layout import DENSE, DOMAINS, Layout
 
 GROUP_AXES = (
-    ("tp",),
-    ("cp",),
-    ("dp",),
-    ("pp",),
-    ("dp", "cp"),
-    ("pp", "tp"),
-    ("pp", "dp", "cp"),
-    ("pp", "dp", "cp", "tp"),
+    *(("tp",), ("cp",), ("dp",), ("pp",)),
+    *(axes for domain in DOMAINS for axes in (domain.data, domain.replica)),
+    *(("pp", "dp", "cp"), ("pp", "dp", "cp", "tp")),
 )
 """The axes along which a mesh has groups."""
 
@@ -44,7 +39,7 @@ class Group:
 class Mesh:
     """This process's place in a layout, with a `Group` along each axis.
 
-    `tp`, `pp`, `dp`, `cp`: one axis. `dp_cp`: all ranks that hold the same parameters. `model`: one replica (pp x tp).
+    `tp`, `pp`, `dp`, `cp`: one axis. `dp_cp`: all ranks that see other data. `model`: one replica (pp x tp).
     `all_but_tp`: ranks among which a number that tensor-parallel ranks hold alike is summed.
     `world`: all ranks of the layout, which may be the first ranks of a larger torch world (as in the process pool).
     """
@@ -58,18 +53,18 @@ class Mesh:
         self.device = device
         self._process_groups = groups
         self.coordinates = layout.coordinates(rank)
-        self.tp = self._group("tp")
-        self.pp = self._group("pp")
-        self.dp = self._group("dp")
-        self.cp = self._group("cp")
-        self.dp_cp = self._group("dp", "cp")
-        self.model = self._group("pp", "tp")
-        self.all_but_tp = self._group("pp", "dp", "cp")
-        self.world = self._group("pp", "dp", "cp", "tp")
+        self._groups: dict[tuple[str, ...], Group] = {}
+        for axes in GROUP_AXES:
+            ranks = layout.group_of(rank, *axes)
+            self._groups[axes] = Group(ranks, ranks.index(rank), groups.get(ranks))
+        self.tp, self.cp, self.dp, self.pp = (self._groups[axis,] for axis in ("tp", "cp", "dp", "pp"))
+        self.dp_cp, self.model = self.along(DENSE.data), self.along(DENSE.replica)
+        self.all_but_tp = self.along(("pp", "dp", "cp"))
+        self.world = self.along(("pp", "dp", "cp", "tp"))
 
-    def _group(self, *axes: str) -> Group:
-        ranks = self.layout.group_of(self.rank, *axes)
-        return Group(ranks, ranks.index(self.rank), self._process_groups.get(ranks))
+    def along(self, axes: tuple[str, ...]) -> Group:
+        """The ranks that differ from this one only along `axes`, which are among GROUP_AXES."""
+        return self._groups[axes]
 
     @classmethod
     def create(
@@ -101,10 +96,12 @@ class Mesh:
                 list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
             )
         mesh = cls(layout, rank, device, groups)
-        if mesh.model.process_group is not None:
-            # NCCL makes a group's communicator at its first operation, in which all its ranks must take part; of this
-            # group a few ranks alone exchange tensors later (`collectives.sum_over_ranks`).
-            dist.all_reduce(torch.zeros(1, device=device), group=mesh.model.process_group)
+        for domain in DOMAINS:
+            # NCCL makes a group's communicator at its first operation, in which all its ranks must take part; of a
+            # replica a few ranks alone exchange tensors later (`collectives.sum_over_ranks`).
+            replica = mesh.along(domain.replica).process_group
+            if replica is not None:
+                dist.all_reduce(torch.zeros(1, device=device), group=replica)
         return mesh
 
     def group_of_ranks(self, ranks: tuple[int, ...]) -> Group | None:

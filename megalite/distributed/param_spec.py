@@ -11,13 +11,11 @@ Local tensors may hold rows that no box covers (vocabulary padding): those are n
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
-from megalite.distributed.layout import Layout
+from megalite.distributed.layout import DENSE, Domain, Layout
 
 Shape = tuple[int, ...]
 
@@ -40,9 +38,9 @@ ONES = Init("constant", value=1.0)
 class Box:
     """A rectangle of the logical tensor that this rank holds.
 
-    `copies`: ranks of this model replica that hold the same rectangle. `owner`: the one of them that counts in the
-    norm and writes the checkpoint. `sum_over`: ranks whose gradients must be summed for the true gradient (each holds
-    a part of it); empty where every copy already has the true one.
+    `copies`: ranks of this replica (see the parameter's `Domain`) that hold the same rectangle. `owner`: the one of
+    them that counts in the norm and writes the checkpoint. `sum_over`: ranks whose gradients must be summed for the
+    true gradient (each holds a part of it); empty where every copy already has the true one.
     """
 
     global_start: Shape
@@ -62,16 +60,30 @@ class Box:
 
 
 @dataclass(frozen=True)
+class Treatment:
+    """How the optimizer treats a parameter. `decays`: with weight decay. `lr_group`: `default`, or `decoupled`, whose
+    learning rate is --decoupled-lr."""
+
+    decays: bool = True
+    lr_group: str = "default"
+
+
+NO_DECAY = Treatment(decays=False)
+DECOUPLED = Treatment(lr_group="decoupled")
+
+
+@dataclass(frozen=True)
 class ParamSpec:
-    """The place and treatment of one parameter on one rank."""
+    """The place and treatment of one parameter on one rank. `stages`: those that hold copies of it, where they are not
+    its own stage alone. `domain`: over which ranks it is copied."""
 
     shape: Shape  # logical
     local_shape: Shape  # of the tensor on this rank, padding included
     boxes: tuple[Box, ...]
     init: Init = Init()
-    weight_decay: bool = True
-    lr_group: str = "default"  # or "decoupled": --decoupled-lr
-    stages: tuple[int, ...] = ()  # that hold copies of it, where those are not its own stage alone
+    treatment: Treatment = Treatment()
+    stages: tuple[int, ...] = ()
+    domain: Domain = DENSE
 
 
 class Place(NamedTuple):
@@ -80,21 +92,21 @@ class Place(NamedTuple):
     layout: Layout
     rank: int
     stages: tuple[int, ...] | None = None
+    domain: Domain = DENSE
 
     @property
     def tp(self) -> int:
-        return self.layout.tp
+        return self.layout.size(self.domain.tensor)
 
     @property
     def tp_rank(self) -> int:
-        return self.layout.coordinates(self.rank)["tp"]
+        return self.layout.coordinates(self.rank)[self.domain.tensor]
 
     def holders(self, tp_ranks: Sequence[int]) -> tuple[int, ...]:
         """Ranks of this replica at these tensor-parallel indices, on every stage that holds a copy."""
-        here = self.layout.coordinates(self.rank)
-        stages = self.stages if self.stages is not None else (here["pp"],)
-        at = {"dp": here["dp"], "cp": here["cp"]}
-        return tuple(self.layout.rank_at(pp=pp, tp=tp, **at) for pp in stages for tp in tp_ranks)
+        stages = self.stages or (self.layout.coordinates(self.rank)["pp"],)
+        at = {rank: self.layout.coordinates(rank) for rank in self.layout.group_of(self.rank, "pp", self.domain.tensor)}
+        return tuple(rank for rank, c in at.items() if c["pp"] in stages and c[self.domain.tensor] in tp_ranks)
 
 
 def _box(
@@ -151,31 +163,3 @@ def grouped_qkv(groups: int, queries: int, tail: Shape, place: Place) -> tuple[B
     sharers = range(group * share, (group + 1) * share)
     key_value = _box(place, (group, queries, *zeros), (0, mine, *zeros), (1, 2, *tail), sharers, True)
     return (query_box, key_value)
-
-
-def check_tiling(name: str, specs: Iterable[tuple[int, ParamSpec]]) -> list[str]:
-    """Problems with the specs of one logical parameter over the ranks of one replica: the owned boxes must cover the
-    logical shape exactly once, boxes must lie inside their tensors, and all holders of a box must agree on copies and
-    owner. Empty when sound."""
-    problems: list[str] = []
-    by_rank = list(specs)
-    shape = by_rank[0][1].shape
-    owned = [box for rank, spec in by_rank for box in spec.boxes if box.owner == rank]
-    if sum(prod(box.shape) for box in owned) != prod(shape):
-        problems.append(f"{name}: owned boxes hold {sum(prod(b.shape) for b in owned)} of {prod(shape)} elements")
-    for a, b in itertools.combinations(owned, 2):
-        pairs = zip(a.global_start, a.shape, b.global_start, b.shape, strict=True)
-        if all(x < y + m and y < x + n for x, n, y, m in pairs):
-            problems.append(f"{name}: two owned boxes overlap at {a.global_start} and {b.global_start}")
-    holders: dict[tuple[Shape, Shape], set[int]] = {}
-    for rank, spec in by_rank:
-        for box in spec.boxes:
-            holders.setdefault((box.global_start, box.shape), set()).add(rank)
-            for start, whole in ((box.global_start, shape), (box.local_start, spec.local_shape)):
-                if not all(a >= 0 and a + n <= size for a, n, size in zip(start, box.shape, whole, strict=True)):
-                    problems.append(f"{name}: rank {rank} has a box of {box.shape} at {start}, outside {whole}")
-    for rank, spec in by_rank:
-        for box in spec.boxes:
-            if set(box.copies) != holders[box.global_start, box.shape] or box.owner not in box.copies:
-                problems.append(f"{name}: rank {rank} names copies {box.copies} of the box at {box.global_start}")
-    return problems

@@ -63,19 +63,14 @@ def meet(store: dist.Store, rank: int, world_size: int, toward: tuple[str, int],
     if rank != 0:
         return {0: _join(store, rank, toward[0], deadline)}
     token = secrets.token_bytes(16)
-    with _serve(world_size) as listener:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", 0), family=family, backlog=world_size, dualstack_ipv6=both) as listener:
         store.set(_KEY, f"{_own_address(toward)} {listener.getsockname()[1]} {token.hex()}")
         connections = _gather(listener, token, world_size, deadline)
     for connection in connections.values():
         _tell(connection, _GO)
     return connections
-
-
-def _serve(waiting: int) -> socket.socket:
-    """A listening socket at all addresses of this machine."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", 0), family=family, backlog=waiting, dualstack_ipv6=both)
 
 
 def _own_address(toward: tuple[str, int]) -> str:

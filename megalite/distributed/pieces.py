@@ -15,15 +15,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import Box, ParamSpec, Shape
-
-
-class Held(NamedTuple):
-    """A rectangle of the logical tensor: which box it is part of, where it begins, and its elements."""
-
-    box: Box
-    global_start: Shape
-    view: Tensor
 
 
 class Piece(NamedTuple):
@@ -38,8 +31,9 @@ class Piece(NamedTuple):
     spec: ParamSpec
     sharded: bool = False
 
-    def held(self) -> Iterator[Held]:
-        """The rectangles of the logical tensor in this piece, as views. Padding is in none of them."""
+    def held(self) -> Iterator[tuple[Box, Shape, Tensor]]:
+        """The rectangles of the logical tensor in this piece: which box each is part of, where in the logical tensor it
+        begins, and a view of its elements. Padding is in none of them."""
         stop = self.start + self.flat.numel()
         offset = 0
         for start, shape in rectangles(self.spec.local_shape, self.start, stop):
@@ -53,7 +47,7 @@ class Piece(NamedTuple):
                 if all(low < high for low, high in ranges):
                     slices = tuple(slice(low - a, high - a) for (low, high), a in zip(ranges, start, strict=True))
                     moved = zip(box.global_start, ranges, box.local_start, strict=True)
-                    yield Held(box, tuple(to + low - a for to, (low, _), a in moved), view[slices])
+                    yield box, tuple(to + low - a for to, (low, _), a in moved), view[slices]
 
     def runs(self) -> Iterator[tuple[Box, Tensor, int]]:
         """The parts of boxes in this piece as few 1-D views, each with its place in the flattened local tensor."""
@@ -78,6 +72,12 @@ def _runs(shape: Shape, box: Box) -> Iterator[tuple[int, int]]:
         place = (*index, *box.local_start[outer:])
         first = sum(i * prod(shape[d + 1 :]) for d, i in enumerate(place))
         yield first, first + length
+
+
+def counts(piece: Piece, box: Box, mesh: Mesh) -> bool:
+    """Whether `mesh.rank`, alone in the world, answers for what `piece` has of a box: as its owner, and where all
+    replicas hold the same, as the one in the first replica."""
+    return box.owner == mesh.rank and (piece.sharded or mesh.along(piece.spec.domain.data).rank == 0)
 
 
 def whole(name: str, tensor: Tensor, spec: ParamSpec) -> Piece:

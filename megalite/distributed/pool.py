@@ -222,8 +222,7 @@ class _State:
 
     def __init__(self) -> None:
         self.meshes: dict[Layout, Mesh] = {}
-        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self.made: set[tuple[int, ...]] = set()  # also those without this worker
+        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # also those without this worker
 
     def mesh(self, layout: Layout) -> Mesh:
         if layout not in self.meshes:
@@ -273,12 +272,8 @@ def _make_groups(layout: Layout, state: _State) -> None:
     """Make a layout's groups, on all workers: torch names a group by counting, so all must count alike."""
     for axes in GROUP_AXES:
         for ranks in layout.groups(*axes):
-            if len(ranks) == 1 or ranks in state.made:
-                continue
-            state.made.add(ranks)
-            group = dist.new_group(list(ranks), timeout=_NEVER)
-            if dist.get_rank() in ranks:
-                state.groups[ranks] = group
+            if len(ranks) > 1 and ranks not in state.groups:
+                state.groups[ranks] = dist.new_group(list(ranks), timeout=_NEVER)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], layout: Layout | None, state: _State) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.distributed.collectives import reduce_from_group
 from megalite.distributed.mesh import Group
-from megalite.distributed.param_spec import Init, ParamSpec, replicated
+from megalite.distributed.param_spec import DECOUPLED, Init, ParamSpec, replicated
 from megalite.nn.cross_entropy import vocabulary_parallel_cross_entropy
 from megalite.nn.linear import linear
 from megalite.nn.module import Build, ShardedModule
@@ -30,7 +30,7 @@ class ClassifierHead(ShardedModule):
         self.gradients = build.weight_gradients
         shape = (classes, build.config.hidden_size)
         boxes = replicated(shape, build.place(), partial=self.sequence_parallel)
-        spec = ParamSpec(shape, shape, boxes, Init(std=build.config.init_method_std), lr_group="decoupled")
+        spec = ParamSpec(shape, shape, boxes, Init(std=build.config.init_method_std), DECOUPLED)
         self.weight = self.add_parameter("weight", spec, build)
 
     def forward(self, hidden: Tensor) -> Tensor:

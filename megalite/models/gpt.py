@@ -190,23 +190,23 @@ class GPTStage(ShardedModule):
 
     def units(self, chunk: int) -> Iterator[Unit]:
         """The modules that a forward calls one after another, with the parameters that each uses."""
-        named = list(named_specs(self))
+        named, then = list(named_specs(self)), self.weight_gradients.then
 
         def of(*parameters: Tensor) -> list[Member]:
             return [entry for entry in named if any(entry[1] is parameter for parameter in parameters)]
 
         if self.span.has_embedding:
             assert self.embedding is not None
-            yield Unit(self.embedding, chunk, of(*self.embedding.parameters()), backward_reads=False)
+            yield Unit(self.embedding, chunk, of(*self.embedding.parameters()), then, backward_reads=False)
         for layer in self.decoder.layers.values():
-            yield Unit(layer, chunk, of(*layer.parameters()))
+            yield Unit(layer, chunk, of(*layer.parameters()), then)
         if self.span.has_output:
             assert self.decoder.final_layernorm is not None
-            yield Unit(self.decoder.final_layernorm, chunk, of(*self.decoder.final_layernorm.parameters()))
+            yield Unit(self.decoder.final_layernorm, chunk, of(*self.decoder.final_layernorm.parameters()), then)
             if self.classifier is not None:
-                yield Unit(self.classifier, chunk, of(self.classifier.weight))
+                yield Unit(self.classifier, chunk, of(self.classifier.weight), then)
             elif self.output_layer is not None:
-                yield Unit(self.output_layer, chunk, of(self.output_weight))
+                yield Unit(self.output_layer, chunk, of(self.output_weight), then)
 
     def token_losses(
         self, hidden: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, counted: Tensor | None = None

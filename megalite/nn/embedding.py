@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.distributed.collectives import reduce_from_group
-from megalite.distributed.param_spec import Init, ParamSpec, replicated, vocabulary_rows
+from megalite.distributed.param_spec import DECOUPLED, Init, ParamSpec, replicated, vocabulary_rows
 from megalite.nn.gradients import sink_of
 from megalite.nn.module import Build, ShardedModule
 
@@ -37,7 +37,6 @@ class _Lookup(torch.autograd.Function):
         target.index_add_(0, ids.reshape(-1), rows)
         if sink is None:
             return target, None
-        sink.arrived()
         return None, None
 
 
@@ -59,7 +58,7 @@ def vocabulary_spec(build: Build, vocab_size: int, stages: tuple[int, ...] | Non
     shape = (vocab_size, config.hidden_size)
     boxes = vocabulary_rows(shape, padded, place)
     local = (padded // place.tp, config.hidden_size)
-    return ParamSpec(shape, local, boxes, Init(std=config.init_method_std), lr_group="decoupled", stages=stages or ())
+    return ParamSpec(shape, local, boxes, Init(std=config.init_method_std), DECOUPLED, stages or ())
 
 
 class VocabularyParallelEmbedding(ShardedModule):

@@ -1,8 +1,8 @@
 """Where a layer puts the gradient of a weight, and when it is computed.
 
 Key idea: a layer adds a weight's gradient straight to a wide tensor that it doesn't own. `parameter.gradient_sink`, set
-by the optimizer's buckets, says which; asking only when the gradient is there lets that tensor exist only then, and
-telling when it's in lets its reduction start. Without a sink the layer returns its gradient to autograd as usual.
+by the optimizer's buckets, says which; asking only when the gradient is there lets that tensor exist only then. Without
+a sink the layer returns its gradient to autograd as usual.
 
 That gradient depends on nothing but what the layer already has, so it can wait. Schedules that split the backward (Qi
 et al. 2023) send the input's gradient on first and fill bubbles with the rest.
@@ -23,10 +23,6 @@ class GradientSink(Protocol):
         """The wide tensor of the parameter's local shape to add a contribution to."""
         ...
 
-    def arrived(self) -> None:
-        """One contribution is in."""
-        ...
-
 
 def sink_of(parameter: Tensor) -> GradientSink | None:
     """The sink of a parameter, where it has one."""
@@ -40,6 +36,13 @@ class WeightGradients:
     def __init__(self) -> None:
         self.deferred = False
         self.jobs: list[Callable[[], None]] = []
+
+    def then(self, job: Callable[[], None]) -> None:
+        """Do `job` once the weight gradients of the backward so far are computed: now, or after those kept here."""
+        if self.deferred:
+            self.jobs.append(job)
+        else:
+            job()
 
     def take(self) -> list[Callable[[], None]]:
         """The jobs kept so far, in order; none is kept afterwards."""

@@ -21,7 +21,7 @@ from megalite.distributed.collectives import (
     start_reduce_scatter,
 )
 from megalite.distributed.mesh import Group
-from megalite.distributed.param_spec import ZEROS, Box, Init, ParamSpec, cut, replicated
+from megalite.distributed.param_spec import NO_DECAY, ZEROS, Box, Init, ParamSpec, cut, replicated
 from megalite.nn.gradients import GradientSink, WeightGradients, sink_of
 from megalite.nn.module import Build, SequenceInfo, ShardedModule
 from megalite.precision.products import Products
@@ -65,7 +65,6 @@ class _How:
         """Add a weight's gradient, of whole sequences."""
         rows = sink.target().view(-1, x.shape[-1])[: grad.shape[-1]]
         self.products.add_weight_gradient(rows, grad, x)
-        sink.arrived()
 
 
 class _Linear(torch.autograd.Function):
@@ -173,7 +172,7 @@ class ColumnParallelLinear(ShardedModule):
         if bias_boxes is None:
             self.bias = None
         else:
-            spec = ParamSpec(shape[:-1], local_shape[:-1], bias_boxes, ZEROS, weight_decay=False)
+            spec = ParamSpec(shape[:-1], local_shape[:-1], bias_boxes, ZEROS, NO_DECAY)
             self.bias = self.add_parameter("bias", spec, build)
         self.lora: nn.Module | None = None
 
@@ -202,7 +201,7 @@ class RowParallelLinear(ShardedModule):
             self.bias = None
         else:
             boxes = replicated((outputs,), place, partial=place.layout.sequence_parallel)
-            spec = ParamSpec((outputs,), (outputs,), boxes, ZEROS, weight_decay=False)
+            spec = ParamSpec((outputs,), (outputs,), boxes, ZEROS, NO_DECAY)
             self.bias = self.add_parameter("bias", spec, build)
         self.lora: nn.Module | None = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.distributed.param_spec import ONES, ZEROS, ParamSpec, replicated
+from megalite.distributed.param_spec import NO_DECAY, ONES, ZEROS, ParamSpec, replicated
 from megalite.nn.module import Build, ShardedModule
 
 
@@ -26,10 +26,8 @@ class Norm(ShardedModule):
         self.plus_one = build.config.apply_layernorm_1p
         boxes = replicated((width,), build.place(), partial=partial)
         init = ZEROS if self.plus_one else ONES
-        self.weight = self.add_parameter(
-            "weight", ParamSpec((width,), (width,), boxes, init, weight_decay=False), build
-        )
-        spec = ParamSpec((width,), (width,), boxes, ZEROS, weight_decay=False)
+        self.weight = self.add_parameter("weight", ParamSpec((width,), (width,), boxes, init, NO_DECAY), build)
+        spec = ParamSpec((width,), (width,), boxes, ZEROS, NO_DECAY)
         self.bias = None if self.is_rms else self.add_parameter("bias", spec, build)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Parameters and main gradients in contiguous buckets.
 
 Key idea: the trainable parameters of a chunk lie side by side in buckets, in the order in which a backward reaches
-them, each aligned to 128 elements; a bucket is reduced, gathered and cut into equal shards as a whole. Inside a bucket,
-parameters with the same treatment (weight decay, learning-rate group) are neighbours, so the update works on a few
-contiguous segments.
+them, each aligned to 128 elements; a bucket is reduced, gathered and cut into equal shards as a whole, over the data
+ranks of its parameters' domain. Inside a bucket, parameters with the same treatment are neighbours, so the update works
+on a few contiguous segments.
 
 Copies of a tied table on two stages are in buckets of their own: equal on both, so equal shards lie on equal ranks and
 the sum over the copies can follow the reduction.
@@ -11,6 +11,7 @@ the sum over the copies can follow the reduction.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,8 +19,9 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from megalite.distributed.layout import Domain
 from megalite.distributed.mesh import Mesh
-from megalite.distributed.param_spec import ParamSpec
+from megalite.distributed.param_spec import ParamSpec, Treatment
 from megalite.distributed.pieces import Piece
 from megalite.optimizer.sharding import Member, Sharding, Unit
 from megalite.precision.policy import Precision
@@ -32,22 +34,16 @@ LARGE = 1 << 17
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's range of a bucket. `uses`: gradient contributions of one microbatch."""
+    """One parameter's range of a bucket."""
 
     name: str
     parameter: nn.Parameter
     spec: ParamSpec
     start: int
-    uses: int
 
     @property
     def stop(self) -> int:
         return self.start + prod(self.spec.local_shape)
-
-    @property
-    def treatment(self) -> tuple[bool, str]:
-        """Weight decay or not, learning-rate group."""
-        return self.spec.weight_decay, self.spec.lr_group
 
     def view(self, flat: Tensor) -> Tensor:
         """This parameter's part of a flat tensor of the bucket's length, in its local shape."""
@@ -55,25 +51,40 @@ class Slot:
 
 
 class Bucket:
-    """Flat tensors of one group of parameters.
+    """Flat tensors of one group of parameters, which are of one domain.
+
+    `number`: among all of this rank's. `first_unit`: of the units that use these parameters the one whose backward is
+    last. `group`: the ranks over which it is reduced and gathered.
 
     `params`: whole, in the compute dtype; with sharded parameters its storage comes and goes, and `held_params` stays.
     `grads`: whole, in the wide dtype; None with sharded gradients. `first`, `last`: the range of the bucket that this
     rank updates; all of it where the state isn't sharded. `held_grads` and `held_params` are that range.
     """
 
-    def __init__(self, chunk: int, members: list[tuple[Member, int]], mesh: Mesh, precision: Precision, how: Sharding):
-        self.chunk, self.sharding = chunk, how
+    def __init__(
+        self,
+        number: int,
+        chunk: int,
+        first_unit: int,
+        members: list[Member],
+        mesh: Mesh,
+        precision: Precision,
+        sharding: Sharding,
+    ):
+        self.number, self.chunk, self.first_unit = number, chunk, first_unit
+        self.domain = members[0][2].domain
+        self.group = mesh.along(self.domain.data)
+        self.sharding = sharding = sharding.over(self.group.size)
         self.slots: list[Slot] = []
         end = 0
-        by_treatment = sorted(members, key=lambda item: (not item[0][2].weight_decay, item[0][2].lr_group))
-        for (name, parameter, spec), uses in by_treatment:  # a stable sort
-            slot = Slot(name, parameter, spec, _round_up(end, alignment_of(spec)), uses)
+        treated_alike = sorted(members, key=lambda m: (not m[2].treatment.decays, m[2].treatment.lr_group))
+        for name, parameter, spec in treated_alike:  # a stable sort
+            slot = Slot(name, parameter, spec, _round_up(end, alignment_of(spec)))
             self.slots.append(slot)
             end = slot.stop
-        ranks = mesh.dp_cp.size
+        ranks = self.group.size
         self.size = _round_up(end, max(alignment_of(slot.spec) for slot in self.slots) * ranks)
-        share, rank = (self.size // ranks, mesh.dp_cp.rank) if how.state else (self.size, 0)
+        share, rank = (self.size // ranks, self.group.rank) if sharding.state else (self.size, 0)
         self.first, self.last = share * rank, share * (rank + 1)
         self.params = torch.zeros(self.size, dtype=precision.compute, device=mesh.device)
         for slot in self.slots:
@@ -81,31 +92,32 @@ class Bucket:
                 slot.view(self.params).copy_(slot.parameter.detach())
             slot.parameter.data = slot.view(self.params)
         self.held_params = self.params[self.first : self.last]
-        if how.parameters:
+        if sharding.parameters:
             self.held_params = self.held_params.clone()
             self.params.untyped_storage().resize_(0)
-        held = self.last - self.first if how.gradients else self.size
+        held = self.last - self.first if sharding.gradients else self.size
         gradients = torch.zeros(held, dtype=precision.wide, device=mesh.device)
-        self.grads = None if how.gradients else gradients
-        self.held_grads = gradients if how.gradients else gradients[self.first : self.last]
+        self.grads = None if sharding.gradients else gradients
+        self.held_grads = gradients if sharding.gradients else gradients[self.first : self.last]
 
-    def segments(self) -> Iterator[tuple[tuple[bool, str], int, int]]:
+    def treated(self) -> Iterator[tuple[Treatment, int, int]]:
         """(treatment, start, stop) of the runs of equal treatment in the held range, counted from its beginning."""
-        starts = [0, *(b.start for a, b in zip(self.slots, self.slots[1:], strict=False) if a.treatment != b.treatment)]
-        for start, stop in zip(starts, [*starts[1:], self.size], strict=True):
-            treatment = next(slot.treatment for slot in self.slots if slot.start == start)
-            low, high = max(start, self.first), min(stop, self.last)
+        stops = [*(slot.start for slot in self.slots[1:]), self.size]  # padding goes with what is before it
+        ranges = zip(self.slots, stops, strict=True)
+        for treatment, run in itertools.groupby(ranges, key=lambda slot_and_stop: slot_and_stop[0].spec.treatment):
+            alike = list(run)
+            low, high = max(alike[0][0].start, self.first), min(alike[-1][1], self.last)
             if low < high:
                 yield treatment, low - self.first, high - self.first
 
-    def pieces(self, flat: Tensor, offset: int = 0) -> Iterator[tuple[Slot, Piece]]:
+    def pieces(self, flat: Tensor, offset: int = 0) -> Iterator[Piece]:
         """The parameters' parts of `flat`, which lies at `offset` of the held range."""
         begin = self.first + offset
         for slot in self.slots:
             low, high = max(slot.start, begin), min(slot.stop, begin + flat.numel())
             if low < high:
                 part = flat[low - begin : high - begin]
-                yield slot, Piece(slot.name, part, low - slot.start, slot.spec, self.sharding.state)
+                yield Piece(slot.name, part, low - slot.start, slot.spec, self.sharding.state)
 
 
 def alignment_of(spec: ParamSpec) -> int:
@@ -117,40 +129,41 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def build_buckets(units: Sequence[Unit], mesh: Mesh, precision: Precision, how: Sharding) -> list[Bucket]:
+def build_buckets(units: Sequence[Unit], mesh: Mesh, precision: Precision, sharding: Sharding) -> list[Bucket]:
     """Buckets of all parameters that require a gradient, chunk by chunk in the order of a backward."""
-    groups = _groups(units, how)
-    return [Bucket(chunk, members, mesh, precision, how) for chunk, members in groups]
-
-
-def _groups(units: Sequence[Unit], how: Sharding) -> Iterator[tuple[int, list[tuple[Member, int]]]]:
-    """(chunk, its members with their uses) of each bucket."""
+    first_units: dict[nn.Parameter, int] = {}
+    for number, unit in enumerate(units):
+        for _, parameter, _ in unit.members:
+            if parameter.requires_grad:
+                first_units.setdefault(parameter, number)
+    buckets: list[Bucket] = []
     for chunk in sorted({unit.chunk for unit in units}):
-        mine = [unit for unit in units if unit.chunk == chunk]
-        uses: dict[nn.Parameter, int] = {}
-        owned: list[list[Member]] = []
-        for unit in mine:
-            trainable = [member for member in unit.members if member[1].requires_grad]
-            owned.append([member for member in trainable if member[1] not in uses])
-            for _, parameter, _ in trainable:
-                uses[parameter] = uses.get(parameter, 0) + 1
-        open_: list[tuple[Member, int]] = []
-        for members in reversed(owned):
-            for member in reversed(members):
-                counted = (member, uses[member[1]])
-                if len(member[2].stages) > 1:
-                    yield chunk, [counted]
-                    continue
-                open_.append(counted)
-                if not how.parameters and how.bucket_size is not None and _elements(open_) >= how.bucket_size:
-                    yield chunk, open_
-                    open_ = []
-            if how.parameters and open_:
-                yield chunk, open_
-                open_ = []
-        if open_:
-            yield chunk, open_
+        numbers = [number for number, unit in enumerate(units) if unit.chunk == chunk]
+        backward = [
+            [member for member in reversed(units[number].members) if first_units.get(member[1]) == number]
+            for number in reversed(numbers)
+        ]
+        for members in _groups(backward, sharding):
+            first_unit = min(first_units[parameter] for _, parameter, _ in members)
+            buckets.append(Bucket(len(buckets), chunk, first_unit, members, mesh, precision, sharding))
+    return buckets
 
 
-def _elements(members: list[tuple[Member, int]]) -> int:
-    return sum(prod(spec.local_shape) for (_, _, spec), _ in members)
+def _groups(units: Sequence[Sequence[Member]], sharding: Sharding) -> Iterator[list[Member]]:
+    """The members of each bucket, from those of a chunk's units in the order of a backward."""
+    open_: dict[Domain, list[Member]] = {}
+    for members in units:
+        for member in members:
+            spec = member[2]
+            if len(spec.stages) > 1:
+                yield [member]
+                continue
+            group = open_.setdefault(spec.domain, [])
+            group.append(member)
+            elements = sum(prod(spec.local_shape) for _, _, spec in group)
+            if sharding.bucket_size is not None and elements >= sharding.bucket_size:
+                yield open_.pop(spec.domain)
+        if sharding.parameters:
+            yield from open_.values()
+            open_.clear()
+    yield from open_.values()

@@ -1,6 +1,7 @@
-"""The fused kernels that update long segments: torch's, NVIDIA Apex's or Transformer Engine's.
+"""The engines that update long segments by a fused kernel: torch's, NVIDIA Apex's or Transformer Engine's.
 
-Key idea: whoever updates, the segments and their state are the same tensors, so a run may be resumed with another one.
+Key idea: an engine owns its segments and the state of their elements. Whichever it is, that state is the same tensors,
+so a run may be resumed with another one.
 Torch's kernel takes unscaling and clipping as a divisor of the gradients; for the others, and in float64 (torch takes
 the divisor in float32), the gradients are multiplied first.
 """
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,60 +19,59 @@ from torch import Tensor, nn
 
 from megalite.config.errors import FlagError
 from megalite.config.schema import OptimizerConfig, RunConfig
+from megalite.distributed.param_spec import Treatment
+from megalite.optimizer.segments import Segment
 
-Treatments = Mapping[tuple[bool, str], Sequence[nn.Parameter]]
-"""(weight decay or not, learning-rate group) → segments"""
 
+class Engine(Protocol):
+    """Steps its segments, and owns the state that it keeps for their elements."""
 
-class FusedOptimizer(Protocol):
-    """Steps the parameters it was made with, whose `grad` is set."""
-
+    segments: Sequence[Segment]
     description: str
 
-    def step(self, factor: float, rates: Mapping[str, float], weight_decay: float) -> None: ...
+    def step(self, factor: float, rates: Mapping[str, float], weight_decay: float) -> None:
+        """One update with the gradients times `factor`. `rates`: learning rate by learning-rate group."""
 
-    def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The per-element state of a parameter, by its kind."""
-        ...
+    def moments(self, segment: Segment) -> dict[str, Tensor]:
+        """The per-element state of a segment, by its kind."""
 
     def set_steps(self, steps: int) -> None:
         """Set the count of updates, which bias correction uses."""
-        ...
 
 
 class _Fused(ABC):
-    """What the implementations share: a torch-style optimizer with one group for each treatment."""
+    """What the engines here share: a torch-style optimizer with one group for each treatment. `config` may be of Adam
+    or SGD."""
 
-    def __init__(self, treatments: Treatments, moment_names: Sequence[str]):
-        self._treatments = list(treatments)
-        self._moment_names = moment_names
+    description: str
+
+    def __init__(self, config: OptimizerConfig, segments: Sequence[Segment], make: Callable[..., Any]):
+        """`make`: the optimizer, from its groups."""
+        self.segments = segments
+        treated: dict[Treatment, list[nn.Parameter]] = {}
+        for segment in segments:
+            treated.setdefault(segment.treatment, []).append(segment.main)
+        self._treatments = list(treated)
         # A rank without trainable parameters takes part in every collective all the same; optimizers want a group.
-        self._groups: list[dict[str, Any]] = [{"params": list(segments)} for segments in treatments.values()]
-        self._groups = self._groups or [{"params": []}]
-        self.optimizer: Any = None
-
-    def _adopt(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-        for parameter in self._parameters():
-            for name in self._moment_names:
-                self.optimizer.state[parameter][name] = torch.zeros_like(parameter)
+        self.optimizer = make([{"params": mains} for mains in treated.values()] or [{"params": []}])
+        self._kinds = ["exp_avg", "exp_avg_sq"]
+        if config.optimizer == "sgd":
+            self._kinds = ["momentum_buffer"] if config.sgd_momentum else []
+        for main in (segment.main for segment in segments):
+            self.optimizer.state[main].update({kind: torch.zeros_like(main) for kind in self._kinds})
         self.set_steps(0)
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self._groups for parameter in group["params"]]
-
-    def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        return {name: self.optimizer.state[parameter][name] for name in self._moment_names}
+    def moments(self, segment: Segment) -> dict[str, Tensor]:
+        return {kind: self.optimizer.state[segment.main][kind] for kind in self._kinds}
 
     def _set_rates(self, rates: Mapping[str, float], weight_decay: float) -> None:
-        for group, (decays, lr_group) in zip(self.optimizer.param_groups, self._treatments, strict=False):
-            group["lr"] = rates[lr_group]
-            group["weight_decay"] = weight_decay if decays else 0.0
+        for group, treatment in zip(self.optimizer.param_groups, self._treatments, strict=False):
+            group["lr"] = rates[treatment.lr_group]
+            group["weight_decay"] = weight_decay if treatment.decays else 0.0
 
     def _multiply_gradients(self, factor: float) -> None:
-        gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        if factor != 1.0 and gradients:  # a stage of no layers has none
-            torch._foreach_mul_(gradients, factor)
+        if factor != 1.0 and self.segments:  # a stage of no layers has none
+            torch._foreach_mul_([segment.gradient for segment in self.segments], factor)
 
     @abstractmethod
     def set_steps(self, steps: int) -> None:
@@ -80,19 +81,16 @@ class _Fused(ABC):
 class TorchFused(_Fused):
     """torch.optim.AdamW or SGD with `fused=True`."""
 
-    def __init__(self, config: OptimizerConfig, device: torch.device, wide: torch.dtype, treatments: Treatments):
-        super().__init__(treatments, _moment_names(config))
-        self._device, self._counts = device, config.optimizer == "adam"
-        self._folds = wide != torch.float64
-        if config.optimizer == "sgd":
-            self._adopt(torch.optim.SGD(self._groups, lr=0.0, momentum=config.sgd_momentum, fused=True))
-        else:
+    def __init__(self, config: OptimizerConfig, device: torch.device, wide: torch.dtype, segments: Sequence[Segment]):
+        self._device, self._counts, self._folds = device, config.optimizer == "adam", wide != torch.float64
+        make: Callable[..., Any] = partial(torch.optim.SGD, momentum=config.sgd_momentum)
+        if config.optimizer == "adam":
             betas = (config.adam_beta1, config.adam_beta2)
-            self._adopt(torch.optim.AdamW(self._groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True))
+            make = partial(torch.optim.AdamW, betas=betas, eps=config.adam_eps)
+        super().__init__(config, segments, partial(make, lr=0.0, fused=True))
         self.description = f"torch {type(self.optimizer).__name__}, fused"
 
     def step(self, factor: float, rates: Mapping[str, float], weight_decay: float) -> None:
-        """One update with the gradients times `factor`."""
         self._set_rates(rates, weight_decay)
         self.optimizer.grad_scale = None
         if factor != 1.0 and self._folds:
@@ -102,23 +100,21 @@ class TorchFused(_Fused):
         self.optimizer.step()
 
     def set_steps(self, steps: int) -> None:
-        """Restore the count."""
-        if self._counts:
-            for parameter in self._parameters():
-                self.optimizer.state[parameter]["step"] = torch.tensor(float(steps), device=parameter.device)
+        for segment in self.segments if self._counts else ():
+            self.optimizer.state[segment.main]["step"] = torch.tensor(float(steps), device=segment.main.device)
 
 
 class LibraryAdam(_Fused):
     """FusedAdam of NVIDIA Apex or Transformer Engine: both keep the count of updates in the group."""
 
-    def __init__(self, fused_adam: Any, name: str, config: OptimizerConfig, treatments: Treatments):
-        super().__init__(treatments, _moment_names(config))
+    def __init__(self, fused_adam: Any, name: str, config: OptimizerConfig, segments: Sequence[Segment]):
+        betas, options = (config.adam_beta1, config.adam_beta2), {"bias_correction": True, "adam_w_mode": True}
+        make = partial(fused_adam, lr=0.0, betas=betas, eps=config.adam_eps, weight_decay=0.0, **options)
+        super().__init__(config, segments, make)
         self.description = f"{name} FusedAdam"
-        self._adopt(fused_adam(self._groups, **fused_adam_options(config)))
 
     def step(self, factor: float, rates: Mapping[str, float], weight_decay: float) -> None:
-        """One update with the gradients times `factor`."""
-        if not self._parameters():
+        if not self.segments:
             return  # Apex looks at a group's first parameter
         self._set_rates(rates, weight_decay)
         self._multiply_gradients(factor)
@@ -128,24 +124,6 @@ class LibraryAdam(_Fused):
         """Restore the count."""
         for group in self.optimizer.param_groups:
             group["step"] = steps
-
-
-def fused_adam_options(config: OptimizerConfig) -> dict[str, Any]:
-    """Keyword arguments of both libraries' FusedAdam, beside the parameters."""
-    return {
-        "lr": 0.0,
-        "bias_correction": True,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_eps,
-        "adam_w_mode": True,
-        "weight_decay": 0.0,
-    }
-
-
-def _moment_names(config: OptimizerConfig) -> tuple[str, ...]:
-    if config.optimizer == "sgd":
-        return ("momentum_buffer",) if config.sgd_momentum else ()
-    return ("exp_avg", "exp_avg_sq")
 
 
 LIBRARIES = {
@@ -191,10 +169,18 @@ def check_adam_backend(config: RunConfig, device: str) -> list[str]:
     return problems
 
 
-def choose_fused(
-    config: OptimizerConfig, device: torch.device, wide: torch.dtype, treatments: Treatments
-) -> FusedOptimizer:
-    """What `--adam-backend` asks for; the one place that decides."""
-    if config.adam_backend == "torch":
-        return TorchFused(config, device, wide, treatments)
-    return LibraryAdam(_import_adam(config.adam_backend), LIBRARIES[config.adam_backend][0], config, treatments)
+def build_engines(
+    config: OptimizerConfig, device: torch.device, wide: torch.dtype, segments: Sequence[Segment]
+) -> list[Engine]:
+    """Engines that have the segments between them, of the kind that `--adam-backend` asks for; the one place that
+    decides which updates what. A rank that has nothing to update says what would update it."""
+
+    def engine(device: torch.device, mine: Sequence[Segment]) -> Engine:
+        if config.adam_backend == "torch":
+            return TorchFused(config, device, wide, mine)
+        return LibraryAdam(_import_adam(config.adam_backend), LIBRARIES[config.adam_backend][0], config, mine)
+
+    hosted = [segment for segment in segments if segment.on_host]
+    others = [segment for segment in segments if not segment.on_host]
+    engines = [engine(device, others)] if others or not hosted else []
+    return engines + ([engine(torch.device("cpu"), hosted)] if hosted else [])

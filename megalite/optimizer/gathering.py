@@ -20,85 +20,80 @@ from megalite.optimizer.transport import Pending, Transport
 
 
 class Gatherer:
-    """Base: what gathers share. `recorder` as in `GradientReducer`."""
+    """Base: what gathers share. `recorder` as in `GradientReducer`. `in_backward`: what a chunk runs at present.
+    `peak_elements`: most sharded parameters that were gathered at a time."""
 
-    def __init__(self, buckets: Sequence[Bucket], transport: Transport):
-        self.buckets, self.transport = list(buckets), transport
+    def __init__(self, buckets: Sequence[Bucket], transport: Transport, units: Sequence[Unit], sharding: Sharding):
+        self.buckets = [bucket for bucket in buckets if bucket.sharding.state]
+        self.transport, self.units, self.overlap = transport, units, sharding.overlap_gather
         self.recorder: Recorder | None = None
-        self._pending: dict[int, Pending] = {}
+        self.in_backward, self.peak_elements = False, 0
+        self._pending: dict[Bucket, Pending] = {}
+        holding = {slot.parameter: bucket for bucket in self.buckets for slot in bucket.slots}
+        self.buckets_of = [
+            list(dict.fromkeys(holding[parameter] for _, parameter, _ in unit.members if parameter in holding))
+            for unit in units
+        ]
 
-    def _start(self, number: int) -> None:
-        bucket = self.buckets[number]
-        self._pending[number] = self.transport.all_gather(bucket.params, bucket.held_params)
+    def _start(self, bucket: Bucket) -> None:
+        self._pending[bucket] = self.transport.all_gather(bucket.params, bucket.held_params, bucket.group)
 
-    def _wait(self, number: int) -> None:
-        pending = self._pending.pop(number, None)
+    def _wait(self, bucket: Bucket) -> None:
+        pending = self._pending.pop(bucket, None)
         if pending is None:
             return
         pending.wait()
         if self.recorder is not None:
-            self.recorder("all_gather", self.buckets[number].chunk, number, pending.begin, pending.end)
+            self.recorder("all_gather", bucket.chunk, bucket.number, pending.begin, pending.end)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait for all gathers under way."""
-        for number in list(self._pending):
-            self._wait(number)
+        for bucket in list(self._pending):
+            self._wait(bucket)
 
 
 class WholeGatherer(Gatherer):
-    """Gathers parameters that every rank holds whole, after each update."""
+    """Gathers parameters that every rank holds whole, after each update; nothing where each updates all."""
 
-    def __init__(self, buckets: Sequence[Bucket], transport: Transport, units: Sequence[Unit], how: Sharding):
-        super().__init__(buckets, transport)
-        self._overlap = how.overlap_gather
-        if self._overlap:
-            for unit, numbers in zip(units, buckets_of(units, buckets), strict=True):
-                unit.module.register_forward_pre_hook(self._hook(numbers))
+    def __init__(self, buckets: Sequence[Bucket], transport: Transport, units: Sequence[Unit], sharding: Sharding):
+        super().__init__(buckets, transport, units, sharding)
+        if self.overlap:
+            for index, unit in enumerate(units):
+                unit.module.register_forward_pre_hook(self._before_forward(index))
 
-    def _hook(self, numbers: list[int]) -> Any:
+    def _before_forward(self, index: int) -> Any:
         def wait(*_: object) -> None:
-            for number in numbers:
-                self._wait(number)
+            for bucket in self.buckets_of[index]:
+                self._wait(bucket)
 
         return wait
 
     def updated(self) -> None:
         """Each rank's part is new: gather, in the order in which a forward needs them."""
-        for number in reversed(range(len(self.buckets))):
-            self._start(number)
-        if not self._overlap:
-            self.settle()
+        for bucket in reversed(self.buckets):
+            self._start(bucket)
+        if not self.overlap:
+            self.finish()
+
+    def forget(self) -> None:
+        """Parameters were changed from outside: on every rank alike."""
 
 
 class UnitGatherer(Gatherer):
-    """Gathers sharded parameters for the unit at work, and with `overlap_gather` ahead for the next one.
+    """Gathers sharded parameters for the unit at work, and with `overlap_gather` ahead for the next one."""
 
-    `forward_begins` and `backward_begins` tell the direction in which units follow. `peak_elements`: most gathered
-    parameters at a time.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], transport: Transport, units: Sequence[Unit], how: Sharding):
-        super().__init__(buckets, transport)
-        self._units, self._ahead = units, how.overlap_gather
-        self._numbers = buckets_of(units, buckets)
-        self._gathered: set[int] = set()
-        self._backward = False
-        self.peak_elements = 0
+    def __init__(self, buckets: Sequence[Bucket], transport: Transport, units: Sequence[Unit], sharding: Sharding):
+        super().__init__(buckets, transport, units, sharding)
+        self._gathered: list[Bucket] = []
         for index, unit in enumerate(units):
             unit.module.register_forward_pre_hook(self._before_forward(index))
             if unit.backward_reads:
                 unit.module.register_forward_hook(self._before_backward(index))
 
-    def forward_begins(self) -> None:
-        self._backward = False
-
-    def backward_begins(self) -> None:
-        self._backward = True
-
     def _before_forward(self, index: int) -> Any:
         def use(*_: object) -> None:
             # Within a backward this is a recomputation: what comes next is not the next unit's forward.
-            self._use(index, None if self._backward else self._neighbour(index, 1))
+            self._use(index, None if self.in_backward else self._neighbour(index, 1))
 
         return use
 
@@ -115,41 +110,36 @@ class UnitGatherer(Gatherer):
     def _neighbour(self, index: int, step: int) -> int | None:
         """The unit after or before this one in its chunk, if that is used then."""
         other = index + step
-        if not self._ahead or not 0 <= other < len(self._units) or self._units[other].chunk != self._units[index].chunk:
+        if not self.overlap or not 0 <= other < len(self.units) or self.units[other].chunk != self.units[index].chunk:
             return None
-        return other if step > 0 or self._units[other].backward_reads else None
+        return other if step > 0 or self.units[other].backward_reads else None
 
     def _use(self, index: int, following: int | None) -> None:
         """Have a unit's parameters here, and those of the following one coming."""
-        wanted = self._numbers[index] + ([] if following is None else self._numbers[following])
-        for number in self._gathered - set(wanted):
-            if len(wanted) > len(self._numbers[index]) or not set(self._numbers[index]) <= self._gathered:
-                self._release(number)
-        for number in wanted:
-            if number not in self._gathered:
-                self._gather(number)
-        for number in self._numbers[index]:
-            self._wait(number)
+        needed, ahead = self.buckets_of[index], [] if following is None else self.buckets_of[following]
+        if ahead or any(bucket not in self._gathered for bucket in needed):
+            for bucket in [bucket for bucket in self._gathered if bucket not in needed and bucket not in ahead]:
+                self._release(bucket)
+        for bucket in [*needed, *ahead]:
+            if bucket not in self._gathered:
+                self._gather(bucket)
+        for bucket in needed:
+            self._wait(bucket)
 
-    def _gather(self, number: int) -> None:
-        bucket = self.buckets[number]
+    def _gather(self, bucket: Bucket) -> None:
         bucket.params.untyped_storage().resize_(bucket.size * bucket.params.element_size())
-        self._gathered.add(number)
-        self.peak_elements = max(self.peak_elements, sum(self.buckets[n].size for n in self._gathered))
-        self._start(number)
+        self._gathered.append(bucket)
+        self.peak_elements = max(self.peak_elements, sum(bucket.size for bucket in self._gathered))
+        self._start(bucket)
 
-    def _release(self, number: int) -> None:
-        self._wait(number)
-        self._gathered.discard(number)
-        self.buckets[number].params.untyped_storage().resize_(0)
+    def _release(self, bucket: Bucket) -> None:
+        self._wait(bucket)
+        self._gathered.remove(bucket)
+        bucket.params.untyped_storage().resize_(0)
 
-    def updated(self) -> None:
+    def forget(self) -> None:
         """Each rank's part is new: what was gathered is out of date."""
-        for number in list(self._gathered):
-            self._release(number)
+        for bucket in list(self._gathered):
+            self._release(bucket)
 
-
-def buckets_of(units: Sequence[Unit], buckets: Sequence[Bucket]) -> list[list[int]]:
-    """For each unit, the numbers of the buckets that hold its parameters."""
-    place = {slot.parameter: number for number, bucket in enumerate(buckets) for slot in bucket.slots}
-    return [sorted({place[parameter] for _, parameter, _ in unit.members if parameter in place}) for unit in units]
+    updated = forget

@@ -15,35 +15,25 @@ import torch
 from torch import Tensor
 
 from megalite.distributed.collectives import all_gather_objects, all_reduce
-from megalite.distributed.mesh import Group, Mesh
-from megalite.distributed.param_spec import Box
-from megalite.distributed.pieces import Piece
+from megalite.distributed.layout import DOMAINS
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.pieces import Piece, counts
 from megalite.optimizer.buckets import ROW, Bucket, alignment_of
 
 
 def global_names(buckets: Iterable[Bucket], mesh: Mesh) -> list[str]:
-    """Names of all logical parameters of the model, sorted, equal on all ranks. Collective over one replica."""
+    """Names of all logical parameters of the model, sorted, equal on all ranks. Collective over each replica."""
     mine = [slot.name for bucket in buckets for slot in bucket.slots]
-    return sorted({name for names in all_gather_objects(mine, mesh.model) for name in names})
-
-
-def holders(mesh: Mesh, *, sharded: bool) -> Group:
-    """Ranks among which every owned element of the model is held once."""
-    return mesh.world if sharded else mesh.model
-
-
-def counts(box: Box, rank: int) -> bool:
-    """Whether `rank` is the one that counts a box. Owners are named within a replica; each replica has its own."""
-    return box.owner == rank
+    replicas = [mesh.along(domain.replica) for domain in DOMAINS]
+    return sorted({name for replica in replicas for names in all_gather_objects(mine, replica) for name in names})
 
 
 class OwnedViews:
-    """Views of what this rank counts, by parameter. `sharded`: the data-parallel ranks share it out."""
+    """Views of what this rank, alone in the world, counts, by parameter."""
 
-    def __init__(self, pieces: Iterable[Piece], names: Sequence[str], mesh: Mesh, *, sharded: bool):
+    def __init__(self, pieces: Iterable[Piece], names: Sequence[str], mesh: Mesh):
         place = {name: index for index, name in enumerate(names)}
-        self.count, self.device = len(names), mesh.device
-        self.group = holders(mesh, sharded=sharded)
+        self.count, self.device, self.world = len(names), mesh.device, mesh.world
         self.views: list[Tensor] = []
         self._rows: list[Tensor] = []  # [rows, ROW]
         self._rest: list[Tensor] = []
@@ -51,7 +41,7 @@ class OwnedViews:
         # Backwards: the update, which begins at the front, then finds there what was read last in the cache.
         for piece in reversed(list(pieces)):
             for box, run, start in piece.runs():
-                if counts(box, mesh.rank):
+                if counts(piece, box, mesh):
                     self.views.append(run)
                     whole_rows, others = _split(run, start, piece)
                     self._rows += whole_rows
@@ -61,22 +51,22 @@ class OwnedViews:
         self._places = torch.tensor(rows + rest, dtype=torch.int64, device=mesh.device)
 
     def squares(self) -> list[float]:
-        """Sum of squares of every logical parameter, in the order of names. Collective over one replica, or the world
-        where shared out. One transfer from the device."""
+        """Sum of squares of every logical parameter, in the order of names. Collective over the world. One transfer
+        from the device."""
         totals = torch.zeros(self.count, dtype=torch.float64, device=self.device)
         sums = [torch.linalg.vector_norm(rows, dim=1).to(torch.float64).square().sum() for rows in self._rows]
         sums += [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in self._rest]
         if sums:
             # Main parameters may be on the host in part.
             totals.index_add_(0, self._places, torch.stack([value.to(self.device) for value in sums]))
-        values: list[float] = all_reduce(totals, self.group).tolist()
+        values: list[float] = all_reduce(totals, self.world).tolist()
         return values
 
     def zeros(self) -> int:
         """Elements that are exactly zero. Collective as `squares`."""
         count = sum(((view == 0).sum() for view in self.views), torch.zeros((), dtype=torch.int64, device=self.device))
         assert isinstance(count, Tensor)
-        return int(all_reduce(count, self.group).item())
+        return int(all_reduce(count, self.world).item())
 
 
 def _split(run: Tensor, start: int, piece: Piece) -> tuple[list[Tensor], list[Tensor]]:

@@ -14,17 +14,18 @@ from dataclasses import dataclass
 import torch
 
 from megalite.config.schema import OptimizerConfig
-from megalite.distributed.collectives import all_reduce
+from megalite.distributed.layout import DOMAINS
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece, whole
 from megalite.optimizer.buckets import build_buckets
 from megalite.optimizer.copies import CopySums
+from megalite.optimizer.fused import build_engines
 from megalite.optimizer.gathering import UnitGatherer, WholeGatherer
 from megalite.optimizer.gradient_norm import OwnedViews, combine, global_names
 from megalite.optimizer.reduction import GradientReducer, Recorder
+from megalite.optimizer.segments import build_segments
 from megalite.optimizer.sharding import Sharding, Unit
 from megalite.optimizer.transport import Transport
-from megalite.optimizer.update import Updater, build_segments, state_bytes
 from megalite.precision.policy import Precision
 
 
@@ -51,33 +52,34 @@ class Optimizer:
         sharding: Sharding | None = None,
         transport: Transport | None = None,
     ):
-        """`transport`: for the data-parallel collectives; default: over the mesh's groups."""
+        """`transport`: for the data-parallel collectives, in place of the plain one."""
         self.config, self.mesh, self.precision = config, mesh, precision
-        self.sharding = how = sharding or Sharding()
-        self.buckets = build_buckets(units, mesh, precision, how)
+        self.sharding = sharding = sharding or Sharding()
+        self.buckets = build_buckets(units, mesh, precision, sharding)
         self.names = global_names(self.buckets, mesh)
-        self.transport = transport or Transport(mesh.dp_cp)
-        self.reducer = GradientReducer(self.buckets, self.transport if mesh.dp_cp.size > 1 else None, how, precision)
-        self.gatherer: WholeGatherer | UnitGatherer | None = None
-        if how.parameters:
-            self.gatherer = UnitGatherer(self.buckets, self.transport, units, how)
-        elif how.state:
-            self.gatherer = WholeGatherer(self.buckets, self.transport, units, how)
-        self.copies = CopySums(self.buckets, mesh)
-        self.updater = Updater(build_segments(self.buckets, precision, how.offload), config, precision, mesh.device)
-        self._gradients = OwnedViews(self.gradient_pieces(), self.names, mesh, sharded=how.state)
-        self._main = OwnedViews(self.updater.main_pieces(), self.names, mesh, sharded=how.state)
+        self.transport = transport or Transport()
+        self.reducer = GradientReducer(self.buckets, units, self.transport, precision, sharding)
+        kind = UnitGatherer if sharding.parameters else WholeGatherer
+        self.gatherer: WholeGatherer | UnitGatherer = kind(self.buckets, self.transport, units, sharding)
+        self.copies = [CopySums(self.buckets, mesh, domain) for domain in DOMAINS]
+        self.segments = build_segments(self.buckets, precision, sharding.offload)
+        self.engines = build_engines(config, mesh.device, precision.wide, self.segments)
+        self.steps = 0  # updates taken: Adam's bias correction counts them, on ranks that train nothing too
+        self._gradients = OwnedViews(self.gradient_pieces(), self.names, mesh)
+        main_pieces = (piece for segment in self.segments for piece in segment.pieces(segment.main.detach()))
+        self._main = OwnedViews(main_pieces, self.names, mesh)
 
     @property
     def description(self) -> str:
-        """Which implementation runs, for the block before step one."""
-        return self.updater.description
+        """Which implementation runs and on how much, for the block before step one."""
+        used = dict.fromkeys(engine.description for engine in self.engines)
+        text = f"{' and '.join(used)}, {len(self.segments)} segments"
+        hosted = sum(segment.stop - segment.start for segment in self.segments if segment.on_host)
+        return text + (f", {hosted:,} elements on the host" if hosted else "")
 
     def record(self, recorder: Recorder) -> None:
         """Tell `recorder` of every data-parallel collective."""
-        self.reducer.recorder = recorder
-        if self.gatherer is not None:
-            self.gatherer.recorder = recorder
+        self.reducer.recorder = self.gatherer.recorder = recorder
 
     def begin_step(self, microbatches: int) -> None:
         """Clear the main gradients before a step's first backward."""
@@ -85,43 +87,49 @@ class Optimizer:
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes that this rank keeps between steps: `parameters`, main `gradients`, `main` parameters, `moments`; and
-        what of these is on the `host`."""
-        parameters = sum((b.held_params if self.sharding.parameters else b.params).nbytes for b in self.buckets)
+        what of these is on the `host`. Main parameters that are the parameters themselves don't count."""
+        parameters = sum((b.held_params if b.sharding.parameters else b.params).nbytes for b in self.buckets)
         gradients = sum((b.held_grads if b.grads is None else b.grads).nbytes for b in self.buckets)
-        return {"parameters": parameters, "gradients": gradients, **state_bytes(self.updater.segments)}
+        sizes = {"parameters": parameters, "gradients": gradients, "main": 0, "moments": 0, "host": 0}
+        for engine in self.engines:
+            for segment in engine.segments:
+                main = segment.main.nbytes if segment.is_copy else 0
+                moments = sum(moment.nbytes for moment in engine.moments(segment).values())
+                sizes["main"] += main
+                sizes["moments"] += moments
+                sizes["host"] += (main + moments + segment.gradient.nbytes) if segment.on_host else 0
+        return sizes
 
     def forward_begins(self) -> None:
         """A chunk is about to run forward."""
-        if isinstance(self.gatherer, UnitGatherer):
-            self.gatherer.forward_begins()
+        self.gatherer.in_backward = False
 
     def backward_begins(self) -> None:
         """A chunk is about to run backward."""
-        if isinstance(self.gatherer, UnitGatherer):
-            self.gatherer.backward_begins()
+        self.gatherer.in_backward = True
 
     def backward_ended(self, chunk: int) -> None:
         """A microbatch's gradients of this chunk are all in. Collective over the data-parallel ranks."""
-        self.reducer.flush(chunk)
+        self.reducer.backward_ended(chunk)
 
     def reduce_gradients(self) -> None:
         """Sum gradients over the ranks that hold the same parameters, then over partial copies. Collective."""
         self.reducer.finish()
-        self.copies.reduce()
+        for copies in self.copies:
+            copies.reduce()
 
     def gradient_pieces(self) -> Iterator[Piece]:
         """The main gradients held here, complete after `reduce_gradients`."""
         for bucket in self.buckets:
-            for _, piece in bucket.pieces(bucket.held_grads):
-                yield piece
+            yield from bucket.pieces(bucket.held_grads)
 
     def parameter_pieces(self) -> dict[str, Piece]:
         """The trainable parameters held here, in the compute dtype, by global name. Collective: gathers are awaited."""
-        self.settle()
+        self.finish_gathers()
         pieces: dict[str, Piece] = {}
         for bucket in self.buckets:
-            if self.sharding.parameters:
-                pieces |= {slot.name: piece for slot, piece in bucket.pieces(bucket.held_params)}
+            if bucket.sharding.parameters:
+                pieces |= {piece.name: piece for piece in bucket.pieces(bucket.held_params)}
             else:
                 pieces |= {slot.name: whole(slot.name, slot.view(bucket.params), slot.spec) for slot in bucket.slots}
         return pieces
@@ -147,12 +155,9 @@ class Optimizer:
         norm = combine(self._gradients.squares()) / loss_scale
         if self.precision.wide != torch.float64:
             norm = torch.tensor(norm, dtype=self.precision.wide).item()
-        if not self.sharding.state:  # replicas summed apart, perhaps in another order: the first one's is taken
-            mine = norm if self.mesh.dp_cp.rank == 0 else 0.0
-            told = torch.tensor(mine, dtype=torch.float64, device=self.mesh.device)
-            norm = all_reduce(told, self.mesh.dp_cp).item()
         return StepResult(norm, math.isfinite(norm))
 
+    @torch.no_grad()
     def step(
         self, result: StepResult, *, lr: float, decoupled_lr: float, weight_decay: float, loss_scale: float
     ) -> None:
@@ -161,34 +166,46 @@ class Optimizer:
         limit = self.config.clip_grad
         if limit > 0.0:
             factor *= min(1.0, limit / (result.grad_norm + 1e-6))
-        self.updater.step(factor, {"default": lr, "decoupled": decoupled_lr}, weight_decay)
-        if self.gatherer is not None:
-            self.gatherer.updated()
+        hosted = [segment for segment in self.segments if segment.on_host]
+        for segment in hosted:
+            segment.gradient.copy_(segment.bucket_gradient, non_blocking=True)
+        if hosted and self.mesh.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        for engine in self.engines:
+            engine.step(factor, {"default": lr, "decoupled": decoupled_lr}, weight_decay)
+        self.steps += 1
+        for segment in self.segments:
+            if segment.is_copy:
+                segment.parameters.copy_(segment.main.detach(), non_blocking=True)
+        self.gatherer.updated()
 
-    def settle(self) -> None:
+    def finish_gathers(self) -> None:
         """Wait for gathers under way, so that parameters may be read from outside the model's forward."""
-        if self.gatherer is not None:
-            self.gatherer.settle()
+        self.gatherer.finish()
 
     def parameters_loaded(self, *, with_state: bool) -> None:
         """Call after parameters, or pieces of them, were changed from outside. `with_state`: so were main parameters,
         where there are any beside the parameters."""
         if not (with_state and self.precision.needs_main_parameters):
-            self.updater.refresh_main()
-        if isinstance(self.gatherer, UnitGatherer):
-            self.gatherer.updated()
+            for segment in self.segments:
+                if segment.is_copy:
+                    segment.main.detach().copy_(segment.parameters)
+        self.gatherer.forget()
 
     def named_state(self) -> Iterator[tuple[str, Piece]]:
         """(`kind.parameter name`, piece) of all that a checkpoint needs besides the parameters. Several pieces may be
         of one parameter. Writing into them loads them."""
-        for kind, piece in self.updater.state_pieces():
-            yield f"{kind}.{piece.name}", piece
-
-    @property
-    def steps(self) -> int:
-        """Updates taken."""
-        return self.updater.steps
+        for engine in self.engines:
+            for segment in engine.segments:
+                kinds = engine.moments(segment)
+                if self.precision.needs_main_parameters:
+                    kinds["main"] = segment.main.detach()
+                for kind, flat in kinds.items():
+                    for piece in segment.pieces(flat):
+                        yield f"{kind}.{piece.name}", piece
 
     def set_steps(self, steps: int) -> None:
         """Restore the count of updates."""
-        self.updater.set_steps(steps)
+        self.steps = steps
+        for engine in self.engines:
+            engine.set_steps(steps)

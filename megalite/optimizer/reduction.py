@@ -1,65 +1,53 @@
 """Main gradients on their way from the layers to the shards.
 
-Key idea: layers add to a bucket's gradients through sinks, which count. A bucket that has had all its contributions is
-reduced over the data-parallel ranks: of the step where gradients are held whole, of each microbatch where they are
-sharded, which keeps few of them whole at a time. With `overlap_reduce` the backward goes on meanwhile; without it
-gradients that are held whole are reduced when the backward has ended. Buckets of a chunk start in a fixed
-order on all ranks; whatever never got its last contribution is flushed at the end.
+Key idea: layers add to a bucket's gradients through sinks. Which gradients are in is known by units: a backward goes
+through the units of a chunk from the last to the first, on all ranks alike and whatever a unit has used of its
+parameters. A bucket whose units are all through is reduced over the data ranks of its domain: of the step where
+gradients are held whole, of each microbatch where they are sharded, which keeps few of them whole at a time. With
+`overlap_reduce` the backward goes on meanwhile; without it gradients that are held whole are reduced when the backward
+has ended. All reductions start in one order on all ranks, which NCCL requires even across groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalite.optimizer.buckets import Bucket, Slot
-from megalite.optimizer.sharding import Sharding
+from megalite.optimizer.sharding import Sharding, Unit
 from megalite.optimizer.transport import Pending, Transport
 from megalite.precision.policy import Precision
 
-MAX_PENDING = 2  # reductions whose whole-bucket gradients may be alive at once, besides the one being filled
+MAX_PENDING = 2  # starts whose reductions may be under way, so that their whole-bucket gradients are alive
 
 Recorder = Callable[[str, int, int, float, float], None]
 """Called with a collective's kind, chunk and bucket, and its begin and end in milliseconds of a monotonic clock."""
 
 
-class _Sink:
+class _Sink(NamedTuple):
     """`nn.gradients.GradientSink` of one slot."""
 
-    def __init__(self, reducer: GradientReducer, state: _State, index: int):
-        self._reducer, self._state, self._index = reducer, state, index
-        self._slot = state.bucket.slots[index]
+    reducer: GradientReducer
+    bucket: Bucket
+    slot: Slot
 
     def target(self) -> Tensor:
-        return self._slot.view(self._reducer.whole_gradients(self._state))
+        return self.slot.view(self.reducer.whole_gradients(self.bucket))
 
-    def arrived(self) -> None:
-        self._reducer.arrived(self._state, self._index)
-
-
-class _State:
-    """A bucket between the first contribution and the reduction. `missing`: contributions that each slot still gets."""
-
-    def __init__(self, bucket: Bucket, number: int):
-        self.bucket, self.number = bucket, number
-        self.missing: list[int] = []
-        self.incomplete = 0
-        self.temporary: Tensor | None = None
-        self.started = False
-
-    def expect(self, microbatches: int) -> None:
-        self.missing = [slot.uses * microbatches for slot in self.bucket.slots]
-        self.incomplete = sum(count > 0 for count in self.missing)
-        self.started = False
+    def move(self, parameter: Tensor) -> None:
+        """Take the gradient that autograd has put beside the parameter; none where the layer used the sink itself."""
+        if parameter.grad is not None:
+            self.target().add_(parameter.grad)
+            parameter.grad = None
 
 
 class _Reduction(NamedTuple):
     """A reduction under way: its result, as a part of what is sent or of the gradients `whole`."""
 
-    state: _State
+    bucket: Bucket
     pending: Pending
     result: Tensor
     whole: Tensor
@@ -69,47 +57,62 @@ class GradientReducer:
     """Main gradients of one rank. Between `begin` and `finish` layers may add to them. `peak_elements`: the most that
     temporaries for sharded gradients held at a time."""
 
-    def __init__(self, buckets: Sequence[Bucket], transport: Transport | None, how: Sharding, precision: Precision):
-        """`transport`: None where one rank holds everything."""
-        self._states = [_State(bucket, number) for number, bucket in enumerate(buckets)]
-        self._transport, self._how, self._precision = transport, how, precision
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        units: Sequence[Unit],
+        transport: Transport,
+        precision: Precision,
+        sharding: Sharding,
+    ):
+        self._buckets, self._transport, self._precision = buckets, transport, precision
+        self._overlap = sharding.overlap_reduce
         self.recorder: Recorder | None = None
-        self._pending: list[_Reduction] = []
+        self._left: dict[int, int] = {}  # by chunk, microbatches whose backward has not ended
+        self._started: set[Bucket] = set()  # in this step, or microbatch
+        self._pending: list[list[_Reduction]] = []  # what started together
+        self._temporaries: dict[Bucket, Tensor] = {}
         self._spare: list[Tensor] = []
         self._open = 0  # elements of temporaries that are alive
         self.peak_elements = 0
-        for state in self._states:
-            for index, slot in enumerate(state.bucket.slots):
-                self._connect(state, index, slot)
+        for bucket in buckets:
+            for slot in bucket.slots:
+                sink = _Sink(self, bucket, slot)
+                slot.parameter.gradient_sink = sink  # type: ignore[attr-defined]
+                slot.parameter.register_post_accumulate_grad_hook(sink.move)
+        if sharding.overlap_reduce or sharding.gradients:
+            for number, unit in enumerate(units):
+                unit.module.register_forward_pre_hook(self._watch(number, unit))
 
-    def _connect(self, state: _State, index: int, slot: Slot) -> None:
-        sink = _Sink(self, state, index)
-        slot.parameter.gradient_sink = sink  # type: ignore[attr-defined]
+    def _watch(self, number: int, unit: Unit) -> Any:
+        """A hook that learns when a unit's backward is through: autograd goes on to what made the unit's input only
+        after all that was computed from it. A leaf has nothing behind it: its unit is through when the chunk is."""
 
-        def move(parameter: Tensor) -> None:
-            if parameter.grad is not None:  # None where the layer used the sink itself
-                sink.target().add_(parameter.grad)
-                parameter.grad = None
-                sink.arrived()
+        def through() -> None:
+            self._units_through(unit.chunk, number)
 
-        slot.parameter.register_post_accumulate_grad_hook(move)
+        def watch(_: object, args: tuple[Any, ...]) -> None:
+            if args[0].grad_fn is not None:
+                args[0].register_hook(lambda _: unit.after_weight_gradients(through))
+
+        return watch
 
     def begin(self, microbatches: int) -> None:
-        """Clear the gradients; as many contributions come as `microbatches` make."""
+        """Clear the gradients before the backwards of so many microbatches."""
         assert not self._pending, "the last step's reduction was not finished"
-        for state in self._states:
-            gradients = state.bucket.held_grads if state.bucket.grads is None else state.bucket.grads
-            gradients.zero_()
-            state.expect(1 if self._how.gradients else microbatches)
+        for bucket in self._buckets:
+            (bucket.held_grads if bucket.grads is None else bucket.grads).zero_()
+        self._left = dict.fromkeys((bucket.chunk for bucket in self._buckets), microbatches)
+        self._started.clear()
 
-    def whole_gradients(self, state: _State) -> Tensor:
+    def whole_gradients(self, bucket: Bucket) -> Tensor:
         """The bucket's gradients of its whole length, to be added to."""
-        if state.bucket.grads is not None:
-            assert not state.started, f"bucket {state.number} gets a gradient after its reduction has started"
-            return state.bucket.grads
-        if state.temporary is None:
-            state.temporary = self._take(state.bucket)
-        return state.temporary
+        if bucket.grads is not None:
+            assert bucket not in self._started, f"bucket {bucket.number} gets a gradient after its reduction"
+            return bucket.grads
+        if bucket not in self._temporaries:
+            self._temporaries[bucket] = self._take(bucket)
+        return self._temporaries[bucket]
 
     def _take(self, bucket: Bucket) -> Tensor:
         """A cleared temporary: fresh memory is expensive, so those that are done are used again."""
@@ -128,76 +131,55 @@ class GradientReducer:
         if len(self._spare) > MAX_PENDING:
             self._spare.pop(0)
 
-    def arrived(self, state: _State, index: int) -> None:
-        """One contribution to the slot `index` is in."""
-        state.missing[index] -= 1
-        if state.missing[index] == 0:
-            state.incomplete -= 1
-            if state.incomplete == 0 and (self._how.overlap_reduce or self._how.gradients):
-                self._start_ready(state.bucket.chunk)
+    def _units_through(self, chunk: int, first: int) -> None:
+        """The backward of a microbatch is through with the units of `chunk` from the one numbered `first` on."""
+        last = self._overlap and self._left.get(chunk) == 1
+        done = [b for b in self._buckets if b.chunk == chunk and b.first_unit >= first and b not in self._started]
+        self._start([bucket for bucket in done if last or bucket.sharding.gradients])
 
-    def _start_ready(self, chunk: int) -> None:
-        """Start what is complete, up to the first bucket of the chunk that isn't."""
-        for state in self._states:
-            if state.bucket.chunk == chunk and not state.started:
-                if state.incomplete:
-                    break
-                self._start(state)
-
-    def flush(self, chunk: int) -> None:
-        """The backward of one microbatch is through with `chunk`: sharded gradients are reduced, complete or not."""
-        if not self._how.gradients:
-            return
-        for state in self._states:
-            if state.bucket.chunk == chunk:
-                if state.temporary is not None:
-                    self._start(state)
-                state.expect(1)
+    def backward_ended(self, chunk: int) -> None:
+        """The backward of one microbatch is through with `chunk`."""
+        self._units_through(chunk, 0)
+        if chunk in self._left:
+            self._left[chunk] -= 1
+        self._started -= {b for b in self._buckets if b.chunk == chunk and b.sharding.gradients}
 
     def finish(self) -> None:
-        """Start what hasn't, wait for all. Collective over the data-parallel ranks."""
-        for state in self._states:
-            waiting = state.temporary is not None if self._how.gradients else not state.started
-            if waiting:
-                self._start(state)
+        """Start what hasn't, wait for all. Collective over the data ranks."""
+        self._start([b for b in self._buckets if b.grads is not None and b not in self._started])
         self._wait(0)
         self._spare.clear()
 
-    def _start(self, state: _State) -> None:
-        """Start a bucket's reduction: of its own gradients, or of a temporary that is given up."""
-        whole, state.temporary, state.started = self._to_reduce(state), None, True
-        if self._transport is None:
-            return
-        sent = whole if self._precision.reduce == whole.dtype else whole.to(self._precision.reduce)
-        result = sent[state.bucket.first : state.bucket.last]  # in place: what is sent isn't needed any more
-        if self._how.state:
-            pending = self._transport.reduce_scatter(result, sent)
-        else:
-            pending = self._transport.all_reduce(sent)
-        self._pending.append(_Reduction(state, pending, result, whole))
-        if self._how.gradients:
-            self._wait(MAX_PENDING if self._how.overlap_reduce else 0)
+    def _start(self, buckets: Sequence[Bucket]) -> None:
+        """Start reductions of the buckets' own gradients, or of temporaries that are given up."""
+        shared = [bucket for bucket in buckets if bucket.group.size > 1]
+        if shared:
+            self._pending.append([self._reduce(bucket) for bucket in shared])
+        if any(bucket.sharding.gradients for bucket in shared):
+            self._wait(MAX_PENDING if self._overlap else 0)
+        self._started.update(buckets)
 
-    def _to_reduce(self, state: _State) -> Tensor:
-        """What is to be reduced."""
-        whole = state.temporary if self._how.gradients else state.bucket.grads
-        assert whole is not None
-        return whole
+    def _reduce(self, bucket: Bucket) -> _Reduction:
+        whole = self.whole_gradients(bucket)
+        self._temporaries.pop(bucket, None)
+        sent = whole if self._precision.reduce == whole.dtype else whole.to(self._precision.reduce)
+        result = sent[bucket.first : bucket.last]  # in place: what is sent isn't needed any more
+        if bucket.sharding.state:
+            pending = self._transport.reduce_scatter(result, sent, bucket.group)
+        else:
+            pending = self._transport.all_reduce(sent, bucket.group)
+        return _Reduction(bucket, pending, result, whole)
 
     def _wait(self, left: int) -> None:
-        """Complete reductions, oldest first, until only `left` are under way."""
+        """Complete reductions, oldest first, until only those of the `left` last starts are under way."""
         while len(self._pending) > left:
-            state, pending, result, whole = self._pending.pop(0)
-            pending.wait()
-            self._tell(state, pending)
-            held = state.bucket.held_grads
-            if self._how.gradients:
-                held.add_(result)
-                self._give_back(whole)
-            elif result.data_ptr() != held.data_ptr():
-                held.copy_(result)
-
-    def _tell(self, state: _State, pending: Pending) -> None:
-        if self.recorder is not None:
-            kind = "reduce_scatter" if self._how.state else "all_reduce"
-            self.recorder(kind, state.bucket.chunk, state.number, pending.begin, pending.end)
+            for bucket, pending, result, whole in self._pending.pop(0):
+                pending.wait()
+                if self.recorder is not None:
+                    kind = "reduce_scatter" if bucket.sharding.state else "all_reduce"
+                    self.recorder(kind, bucket.chunk, bucket.number, pending.begin, pending.end)
+                if bucket.sharding.gradients:
+                    bucket.held_grads.add_(result)
+                    self._give_back(whole)
+                elif result.data_ptr() != bucket.held_grads.data_ptr():
+                    bucket.held_grads.copy_(result)

@@ -6,6 +6,7 @@ code asks those, never for a stage's name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,13 +38,10 @@ class Sharding:
 
     @classmethod
     def from_config(cls, layout: LayoutConfig, optimizer: OptimizerConfig, ranks: int) -> Sharding:
-        """Of a resolved configuration, over `ranks` that hold the same parameters; one of them has nothing to share."""
-        strategy = layout.data_parallel_sharding_strategy
-        offload = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
-        if ranks == 1:
-            return cls(offload=offload)
-        size = layout.ddp_bucket_size
-        if size is None and (layout.overlap_grad_reduce or strategy == "optim_grads"):
+        """Of a resolved configuration, over `ranks` that see different data."""
+        strategy, size = layout.data_parallel_sharding_strategy, layout.ddp_bucket_size
+        is_cut = strategy == "optim_grads" or (layout.overlap_grad_reduce and strategy != "optim_grads_params")
+        if size is None and is_cut:
             size = max(40_000_000, 1_000_000 * ranks)
         return cls(
             state=strategy != "no_shard",
@@ -52,17 +50,23 @@ class Sharding:
             overlap_reduce=layout.overlap_grad_reduce,
             overlap_gather=layout.overlap_param_gather,
             bucket_size=size,
-            offload=offload,
-        )
+            offload=optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
+        ).over(ranks)
+
+    def over(self, ranks: int) -> Sharding:
+        """This, for parameters that so many ranks hold: one alone has nothing to share."""
+        return self if ranks > 1 else Sharding(offload=self.offload)
 
 
 class Unit(NamedTuple):
     """A module that is called as a whole, and the parameters that its forward uses, whoever owns them.
 
+    `after_weight_gradients`: calls a function once the weight gradients that its layers have put off are computed.
     `backward_reads`: whether its backward needs the parameters' values (that of an embedding doesn't).
     """
 
     module: nn.Module
     chunk: int
     members: list[Member]
+    after_weight_gradients: Callable[[Callable[[], None]], None]
     backward_reads: bool = True

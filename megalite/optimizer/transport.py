@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -46,46 +45,38 @@ def _now() -> float:
     return time.perf_counter() * 1e3
 
 
-@dataclass
-class Traffic:
-    """What a rank has sent, in bytes, and in how many collectives."""
-
-    bytes_sent: int = 0
-    collectives: int = 0
-
-
 class Transport:
-    """Collectives over one group. All tensors are 1-D and contiguous."""
+    """Collectives over a group. All tensors are 1-D and contiguous. `bytes_sent`, `collectives`: what this rank has
+    sent so far, and in how many."""
 
-    def __init__(self, group: Group):
-        self.group = group
-        self.traffic = Traffic()
+    def __init__(self) -> None:
+        self.bytes_sent = self.collectives = 0
 
-    def _count(self, tensor: Tensor, rounds: int) -> None:
-        self.traffic.bytes_sent += rounds * tensor.nbytes * (self.group.size - 1) // self.group.size
-        self.traffic.collectives += 1
+    def _count(self, tensor: Tensor, group: Group, rounds: int) -> None:
+        self.bytes_sent += rounds * tensor.nbytes * (group.size - 1) // group.size
+        self.collectives += 1
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
         """Sum `tensor` over the ranks, in place."""
-        self._count(tensor, 2)
-        work = dist.all_reduce(tensor, group=self.group.process_group, async_op=True)
+        self._count(tensor, group, 2)
+        work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
         return Pending(work, on_cpu=not tensor.is_cuda)
 
-    def reduce_scatter(self, result: Tensor, tensor: Tensor) -> Pending:
+    def reduce_scatter(self, result: Tensor, tensor: Tensor, group: Group) -> Pending:
         """This rank's part of the sum of `tensor` over the ranks, into `result`, which may be that part of `tensor`."""
-        self._count(tensor, 1)
-        group = self.group.process_group
+        self._count(tensor, group, 1)
         if tensor.is_cuda:
-            return Pending(dist.reduce_scatter_single(result, tensor, group=group, async_op=True), on_cpu=False)
+            work = dist.reduce_scatter_single(result, tensor, group=group.process_group, async_op=True)
+            return Pending(work, on_cpu=False)
         # Gloo's reduce-scatter moves as much as an all-reduce: exchange the parts, add them in the order of ranks.
         parts = torch.empty_like(tensor)
-        work = dist.all_to_all_single(parts, tensor, group=group, async_op=True)
-        return Pending(work, lambda: _sum_rows(parts.view(self.group.size, -1), result))
+        work = dist.all_to_all_single(parts, tensor, group=group.process_group, async_op=True)
+        return Pending(work, lambda: _sum_rows(parts.view(group.size, -1), result))
 
-    def all_gather(self, result: Tensor, part: Tensor) -> Pending:
+    def all_gather(self, result: Tensor, part: Tensor, group: Group) -> Pending:
         """The ranks' `part`s, one after another, into `result`; `part` may be this rank's part of it."""
-        self._count(result, 1)
-        work = dist.all_gather_single(result, part, group=self.group.process_group, async_op=True)
+        self._count(result, group, 1)
+        work = dist.all_gather_single(result, part, group=group.process_group, async_op=True)
         return Pending(work, on_cpu=not result.is_cuda)
 
 

@@ -19,12 +19,11 @@ from megalite.config.schema import ModelConfig, RunConfig
 from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.collectives import gather_tensors
 from megalite.distributed.mesh import Group, Mesh
-from megalite.distributed.pieces import Piece, whole
+from megalite.distributed.pieces import Piece, counts, whole
 from megalite.estimate.model import AdapterWork
 from megalite.models.gpt import GPTStage
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.module import named_specs
-from megalite.optimizer.gradient_norm import holders
 from megalite.peft.apply import Scale, apply_peft, prompt_from_text, scales_of
 from megalite.peft.convert import PROMPT, architecture_of, from_peft, to_peft
 from megalite.peft.files import read_adapter, with_adapter_settings, write_adapter
@@ -121,20 +120,17 @@ def load_adapter(model: GPTStage, directory: str, *, mesh: Mesh, precision: Prec
     return peft
 
 
-def gather(pieces: Iterable[Piece], mesh: Mesh, *, sharded: bool) -> dict[str, Tensor]:
+def gather(pieces: Iterable[Piece], mesh: Mesh) -> dict[str, Tensor]:
     """Whole trained parameters on the CPU of the first rank, by global name, from the pieces that ranks hold; nothing
-    on the others. Collective: over the world where the data-parallel ranks share them out, else over a replica."""
-    group = holders(mesh, sharded=sharded)
-    if mesh.world.ranks[0] not in group.ranks:  # a copy of what the first replica has
-        return {}
+    on the others. Collective over the world."""
     mine = [
         ((piece.name, piece.spec.shape, start), view.detach())
         for piece in pieces
         for box, start, view in piece.held()
-        if box.owner == mesh.rank
+        if counts(piece, box, mesh)
     ]
     result: dict[str, Tensor] = {}
-    for (name, shape, start), part in gather_tensors(mine, group, mesh.device):
+    for (name, shape, start), part in gather_tensors(mine, mesh.world, mesh.device):
         tensor = result.setdefault(name, torch.empty(shape, dtype=part.dtype))
         tensor[tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part.cpu()
     return result
@@ -148,7 +144,6 @@ def save_adapter(
     model: ModelConfig,
     mesh: Mesh,
     vocab_size: int,
-    sharded: bool,
     base: str | None = None,
     class_names: Sequence[str] | None = None,
     beside: Mapping[str, bytes] | None = None,
@@ -156,12 +151,12 @@ def save_adapter(
 ) -> None:
     """Write `directory` in PEFT's format from the trained parameters' pieces. Collective over the world.
 
-    `sharded`: as the optimizer's `sharding.parameters`. `base`: the model's Hugging Face folder, where known.
+    `base`: the model's Hugging Face folder, where known.
     `class_names`: a classifier's, in order. `beside`: the files of tokenizer, chat template and generation settings
     that the model was trained with, as PEFT's users keep them there. `flag`: which one named the folder. All ranks
     raise the same error where it can't be written.
     """
-    values = gather(pieces, mesh, sharded=sharded)
+    values = gather(pieces, mesh)
 
     def write() -> None:
         config, tensors = to_peft(values, model, plan.peft, plan.scales, vocab_size, base)

@@ -100,7 +100,6 @@ class _Assemble(torch.autograd.Function):
                 results.append(grads[0][index] * scale)
             else:
                 sink.target().add_(grads[0][index], alpha=scale)
-                sink.arrived()
                 results.append(None)
         return (None, None, *results)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from megalite.distributed.param_spec import ZEROS, Init, ParamSpec, grouped_qkv, replicated
+from megalite.distributed.param_spec import ZEROS, Init, ParamSpec, Treatment, grouped_qkv, replicated
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.linear import linear
 from megalite.nn.module import Build, ShardedModule
@@ -33,11 +33,11 @@ def backend_problem(backend: AttentionBackend, kind: str, device_type: str) -> s
     )
 
 
-def _per_group(build: Build, tail: tuple[int, ...], init: Init, *, weight_decay: bool = True) -> ParamSpec:
+def _per_group(build: Build, tail: tuple[int, ...], init: Init, *, decays: bool = True) -> ParamSpec:
     """Of a tensor [groups, 2, *tail]: key and value of each group."""
     groups, place = build.config.num_query_groups, build.place()
     boxes = tuple(box for box in grouped_qkv(groups, 0, tail, place) if prod(box.shape))
-    return ParamSpec((groups, 2, *tail), (max(1, groups // place.tp), 2, *tail), boxes, init, weight_decay)
+    return ParamSpec((groups, 2, *tail), (max(1, groups // place.tp), 2, *tail), boxes, init, Treatment(decays))
 
 
 def prefix_from_network(embedding: Tensor, inner: tuple[Tensor, Tensor], outer: tuple[Tensor, Tensor]) -> Tensor:
@@ -64,7 +64,7 @@ class Prefix(ShardedModule):
             return
 
         def whole(*shape: int, init: Init) -> ParamSpec:
-            return ParamSpec(shape, shape, replicated(shape, place), init, weight_decay=len(shape) > 1)
+            return ParamSpec(shape, shape, replicated(shape, place), init, Treatment(len(shape) > 1))
 
         inputs = config.hidden_size
         self.embedding = self.add_parameter("embedding", whole(count, inputs, init=Init(std=1.0)), build)
@@ -72,7 +72,7 @@ class Prefix(ShardedModule):
         self.inner_weight = self.add_parameter("inner_weight", whole(hidden, inputs, init=inner), build)
         self.inner_bias = self.add_parameter("inner_bias", whole(hidden, init=ZEROS), build)
         self.outer_weight = self.add_parameter("outer_weight", _per_group(build, (self.width, hidden), outer), build)
-        bias = _per_group(build, (self.width,), ZEROS, weight_decay=False)
+        bias = _per_group(build, (self.width,), ZEROS, decays=False)
         self.outer_bias = self.add_parameter("outer_bias", bias, build)
 
     def vectors(self) -> Tensor:

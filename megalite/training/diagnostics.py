@@ -18,7 +18,7 @@ from torch import Tensor
 from megalite.config.schema import LoggingConfig
 from megalite.distributed.collectives import all_gather_objects
 from megalite.distributed.mesh import Mesh
-from megalite.optimizer.gradient_norm import holders
+from megalite.distributed.pieces import counts
 from megalite.optimizer.optimizer import Optimizer
 from megalite.pipeline.schedules import Action
 
@@ -121,9 +121,9 @@ def gather_gradients(optimizer: Optimizer, mesh: Mesh, loss_scale: float) -> dic
     parts: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]] = []
     for piece in optimizer.gradient_pieces():
         for box, start, view in piece.held():
-            if box.owner == mesh.rank:
+            if counts(piece, box, mesh):
                 parts.append((piece.name, piece.spec.shape, start, (view / loss_scale).cpu()))
-    everyone = all_gather_objects(parts, holders(mesh, sharded=optimizer.sharding.state))
+    everyone = all_gather_objects(parts, mesh.world)
     gradients: dict[str, Tensor] = {}
     for name, shape, start, view in (part for parts_of in everyone for part in parts_of):
         if name not in gradients:

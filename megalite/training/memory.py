@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from megalite.distributed.collectives import all_gather_objects, all_reduce
 from megalite.distributed.mesh import Mesh
 from megalite.estimate.memory import MemoryEstimate, data_parallel_bytes
-from megalite.optimizer.gathering import UnitGatherer
 from megalite.optimizer.optimizer import Optimizer
 from megalite.training.report import size
 
@@ -111,7 +110,7 @@ def memory_report(
     temporaries; `sent`: bytes that this rank sent to other data-parallel ranks in the step. `predicted`: None where the
     formulas don't cover the run. Collective over the world."""
     held = optimizer.held_bytes()
-    if mesh.device.type == "cpu" and isinstance(optimizer.gatherer, UnitGatherer):
+    if mesh.device.type == "cpu" and optimizer.gatherer.peak_elements:
         # Their storages grow and shrink unseen by operators; on a GPU the allocator has counted them.
         peak += optimizer.gatherer.peak_elements * optimizer.buckets[0].params.element_size()
     mine = [held["parameters"] + frozen, held["gradients"], held["main"], held["moments"], peak, sent]

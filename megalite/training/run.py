@@ -230,7 +230,6 @@ class Run:
             model=self.config.model,
             mesh=self.mesh,
             vocab_size=self.prepared.vocab_size,
-            sharded=self.optimizer.sharding.parameters,
             base=None if base is None else published_name(base),
             class_names=self.task.classes,
             beside=self.companions,
@@ -262,7 +261,7 @@ class Run:
 
     def close(self) -> None:
         """End the data-loader workers, and gathers under way."""
-        self.optimizer.settle()
+        self.optimizer.finish_gathers()
         self.feed.close()
 
     def save(self) -> None:
@@ -295,18 +294,18 @@ class Run:
 
     def _watched_step(self) -> StepRecord:
         """A step whose memory is measured and reported."""
-        traffic, count = self.optimizer.transport.traffic, self.config.microbatches_per_step(self.mesh.dp.size)
-        sent, predicted = traffic.bytes_sent, None
+        transport, count = self.optimizer.transport, self.config.microbatches_per_step(self.mesh.dp.size)
+        sent, predicted = transport.bytes_sent, None
         with PeakMemory(self.mesh.device) as memory:
             record = self.trainer.step()
-            self.optimizer.settle()
+            self.optimizer.finish_gathers()
         if self.adapter is None:
             predicted = predicted_memory(self.config, self.stages, self.plan.training(count), self.mesh)
         lines = memory_report(
             self.optimizer,
             self.mesh,
             peak=memory.peak,
-            sent=traffic.bytes_sent - sent,
+            sent=transport.bytes_sent - sent,
             frozen=sum(p.nbytes for stage in self.stages for p in stage.parameters() if not p.requires_grad),
             predicted=predicted,
             microbatches=count,

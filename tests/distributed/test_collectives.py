@@ -107,7 +107,7 @@ def test_started_collectives_deliver_when_waited_for(pool: ProcessPool) -> None:
 
 def _copies(mesh: Mesh, ranks: tuple[int, ...]) -> Tensor:
     tensor = torch.randn(5, generator=torch.Generator().manual_seed(mesh.rank))
-    return sum_over_ranks(tensor, ranks, mesh) if mesh.rank in ranks else tensor
+    return sum_over_ranks(tensor, ranks, mesh, mesh.model) if mesh.rank in ranks else tensor
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0, 3), (1, 2, 3), (0, 1, 2, 3)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import timedelta
 from typing import Any
 
@@ -47,22 +48,28 @@ def _first_operations() -> list[tuple[tuple[int, ...], int]]:
     return seen
 
 
+def _members(mesh: Mesh) -> dict[str, list[int]]:
+    """The ranks that meet in each group of a mesh."""
+    return {name: all_gather_objects(mesh.rank, getattr(mesh, name)) for name in GROUPS}
+
+
 def _members_of_every_group() -> list[dict[str, list[int]]]:
     """For each layout, the ranks that meet in each group of this rank's mesh."""
     result = []
     for layout in LAYOUTS:
         mesh = Mesh.create(layout, torch.device("cpu"), backend="gloo", timeout=timedelta(seconds=60))
-        result.append({name: all_gather_objects(mesh.rank, getattr(mesh, name)) for name in GROUPS})
+        result.append(_members(mesh))
     mesh.close()
     return result
 
 
-def test_the_groups_that_ranks_make_are_those_of_the_layout() -> None:
+def test_the_groups_that_ranks_or_a_pool_make_are_those_of_the_layout() -> None:
     with ProcessPool(4, preload=PRELOADED) as workers:
-        for rank, by_layout in enumerate(workers.run(_members_of_every_group, 4)):
-            for layout, members in zip(LAYOUTS, by_layout, strict=True):
-                expected = {name: list(layout.group_of(rank, *axes)) for name, axes in GROUPS.items()}
-                assert members == expected, layout
+        by_rank = workers.run(_members_of_every_group, 4)
+        of_the_pool = [workers.run(_members, 4, layout=layout) for layout in LAYOUTS]
+    for rank, (number, layout) in itertools.product(range(4), enumerate(LAYOUTS)):
+        expected = {name: list(layout.group_of(rank, *axes)) for name, axes in GROUPS.items()}
+        assert by_rank[rank][number] == of_the_pool[number][rank] == expected, layout
 
 
 def test_the_group_whose_ranks_exchange_tensors_in_pairs_first_meets_as_a_whole() -> None:

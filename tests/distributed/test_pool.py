@@ -33,27 +33,6 @@ def _coordinates(mesh: Mesh, tag: str) -> tuple[str, int, dict[str, int]]:
     return tag, mesh.rank, mesh.coordinates
 
 
-AXES = {
-    "tp": ("tp",),
-    "pp": ("pp",),
-    "dp": ("dp",),
-    "cp": ("cp",),
-    "dp_cp": ("dp", "cp"),
-    "model": ("pp", "tp"),
-    "world": ("pp", "dp", "cp", "tp"),
-}
-
-
-def _members(mesh: Mesh) -> dict[str, list[int]]:
-    """The ranks that take part in a collective of each group."""
-    members = {}
-    for name in AXES:
-        marks = torch.zeros(mesh.layout.world_size)
-        marks[mesh.rank] = 1
-        members[name] = all_reduce(marks, getattr(mesh, name)).nonzero().flatten().tolist()
-    return members
-
-
 def _tensors(size: int) -> dict[str, Tensor]:
     whole = torch.arange(size, dtype=torch.bfloat16)
     return {"half": whole, "view": whole[:4].view(2, 2).t(), "parameter": torch.nn.Parameter(torch.ones(3))}
@@ -89,14 +68,6 @@ def test_results_come_in_the_order_of_ranks(pool: ProcessPool) -> None:
     layout = Layout(tp=2, pp=2)
     results = pool.run(_coordinates, 4, "tag", layout=layout)
     assert results == [("tag", rank, layout.coordinates(rank)) for rank in range(4)]
-
-
-@pytest.mark.parametrize(
-    "layout", [Layout(), Layout(dp=3), Layout(tp=2, pp=2), Layout(tp=2, cp=2), Layout(pp=2, dp=2)], ids=str
-)
-def test_every_group_of_a_mesh_joins_exactly_its_ranks(pool: ProcessPool, layout: Layout) -> None:
-    for rank, members in enumerate(pool.run(_members, layout.world_size, layout=layout)):
-        assert members == {name: list(layout.group_of(rank, *axes)) for name, axes in AXES.items()}
 
 
 def test_tensors_come_back_by_value(pool: ProcessPool) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import single_process_mesh
-from megalite.distributed.param_spec import ParamSpec, check_tiling
+from megalite.distributed.param_spec import ParamSpec
 from megalite.models.stages import StageSpan
-from tests.helpers import BF16, FP32, FP64, LLAMA, assemble, data_mesh, specs_and_values, tiny_model
+from tests.helpers import BF16, FP32, FP64, LLAMA, assemble, assert_tiled, data_mesh, specs_and_values, tiny_model
 
 GPT2_LIKE: dict[str, Any] = {}
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ def check_equal_to_one_process(parts: Parts, **overrides: Any) -> None:
     whole = specs_and_values(tiny_model(single_process_mesh(), FP32, **overrides))
     assert whole.keys() == parts.keys()
     for name, (spec, value) in whole.items():
-        assert check_tiling(name, [(rank, part) for rank, part, _ in parts[name]]) == []
+        assert_tiled((rank, part) for rank, part, _ in parts[name])
         (box,) = spec.boxes
         assert torch.equal(assemble(parts[name]), value[box.local_slices]), name
         for _, part, local in parts[name]:
@@ -103,4 +103,4 @@ def test_every_precision_starts_from_the_fp32_numbers() -> None:
 
 def test_norms_and_biases_do_not_decay_and_matrices_do() -> None:
     for name, (spec, _) in specs_and_values(tiny_model(single_process_mesh(), FP32)).items():
-        assert spec.weight_decay == (len(spec.shape) > 1 and not name.endswith("bias")), name
+        assert spec.treatment.decays == (len(spec.shape) > 1 and not name.endswith("bias")), name

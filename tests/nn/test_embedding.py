@@ -78,9 +78,9 @@ def test_padding_rows_start_at_zero_and_never_get_a_gradient() -> None:
 
 def test_the_table_is_in_the_decoupled_learning_rate_group_and_positions_are_not() -> None:
     build = tiny_build(BF16)
-    assert VocabularyParallelEmbedding(build, 131, None).param_specs["weight"].lr_group == "decoupled"
+    assert VocabularyParallelEmbedding(build, 131, None).param_specs["weight"].treatment.lr_group == "decoupled"
     positions = PositionEmbedding(build)
-    assert positions.param_specs["weight"].lr_group == "default"
+    assert positions.param_specs["weight"].treatment.lr_group == "default"
     assert positions.weight.dtype == torch.bfloat16
 
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import ExitStack
+from datetime import timedelta
+from unittest import mock
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.config.schema import OptimizerConfig, PrecisionConfig
-from megalite.distributed.layout import Layout
-from megalite.distributed.mesh import Mesh, single_process_mesh
+from megalite.distributed.layout import DENSE, Domain, Layout
+from megalite.distributed.mesh import GROUP_AXES, Mesh, single_process_mesh
+from megalite.distributed.param_spec import ParamSpec, Place, replicated
 from megalite.distributed.pool import ProcessPool
 from megalite.models.gpt import GPTStage, plain_info, units_of
+from megalite.models.stages import StageSpan
 from megalite.nn.module import named_specs
 from megalite.optimizer.buckets import ALIGNMENT, Bucket, build_buckets
 from megalite.optimizer.optimizer import Optimizer
-from megalite.optimizer.sharding import Sharding
+from megalite.optimizer.sharding import Sharding, Unit
 from megalite.precision.policy import Precision
-from tests.helpers import BF16, FP32, FP64, data_mesh, tiny_model, tiny_tokens
+from tests.helpers import BF16, FP32, FP64, PRELOADED, data_mesh, tiny_model, tiny_tokens
 
 MESH = single_process_mesh()
 BF16_REDUCTION = Precision.from_config(PrecisionConfig(bf16=True, grad_reduce_in_bf16=True))
@@ -29,49 +36,44 @@ def buckets_of(model: GPTStage, precision: Precision, how: Sharding = WHOLE, mes
 
 def test_parameters_keep_their_values_and_become_aligned_views_of_their_bucket() -> None:
     model = tiny_model(MESH, FP32)
-    before = {name: parameter.detach().clone() for name, parameter, _ in named_specs(model)}
+    model.decoder.layers["0"].requires_grad_(False)
+    before = {name: p.detach().clone() for name, p, _ in named_specs(model) if p.requires_grad}
     buckets = buckets_of(model, FP32, Sharding(bucket_size=5000))
     assert len(buckets) > 2
     for bucket in buckets:
-        end = 0
-        for slot in bucket.slots:
+        for slot, following in itertools.zip_longest(bucket.slots, bucket.slots[1:]):
             assert slot.start % ALIGNMENT == 0
-            assert slot.start >= end
-            end = slot.stop
-            assert torch.equal(slot.parameter, before[slot.name])
+            assert slot.stop <= (bucket.size if following is None else following.start)
+            assert torch.equal(slot.parameter, before.pop(slot.name))
             offset = slot.parameter.data_ptr() - bucket.params.data_ptr()
             assert offset == slot.start * bucket.params.element_size()
-        assert end <= bucket.size
-    assert {slot.name for bucket in buckets for slot in bucket.slots} == before.keys()
+    assert not before, "each that is trained is in a bucket"
 
 
-def test_segments_are_treated_alike_and_cover_the_held_range() -> None:
+def test_runs_of_one_treatment_cover_the_held_range() -> None:
     model = tiny_model(MESH, FP32, untie_embeddings_and_output_weights=True)
     for bucket in buckets_of(model, FP32):
-        ends = [0]
-        for treatment, start, stop in bucket.segments():
-            assert start == ends[-1]
-            ends.append(stop)
-            inside = {slot.treatment for slot in bucket.slots if start <= slot.start < stop}
-            assert inside == {treatment}
-        assert ends[-1] == bucket.size
+        runs = list(bucket.treated())
+        assert [start for _, start, _ in runs] == [0, *(stop for _, _, stop in runs[:-1])]
+        assert runs[-1][2] == bucket.size
+        for treatment, start, stop in runs:
+            assert {s.spec.treatment for s in bucket.slots if start <= s.start < stop} == {treatment}
 
 
 def test_later_parameters_are_in_earlier_buckets() -> None:
     model = tiny_model(MESH, FP32, untie_embeddings_and_output_weights=True)
-    order = [slot.name for bucket in buckets_of(model, FP32, Sharding(bucket_size=1)) for slot in bucket.slots]
-    names = [name for name, _, _ in named_specs(model)]
-    assert order[0] == "output_layer.weight"
-    assert order.index("decoder.layers.1.mlp.linear_fc2.weight") < order.index("decoder.layers.1.mlp.linear_fc1.weight")
-    assert order[-1] == names[0] == "embedding.word_embeddings.weight"
+    buckets = buckets_of(model, FP32, Sharding(bucket_size=1))
+    assert [slot.name for bucket in buckets for slot in bucket.slots] == [
+        name for unit in reversed(units_of([model])) for name, _, _ in reversed(unit.members)
+    ]
+    assert [bucket.first_unit for bucket in buckets] == sorted((b.first_unit for b in buckets), reverse=True)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_shards_are_equal_and_together_are_the_bucket(ranks: int) -> None:
-    layout = Layout(dp=ranks)
     held = []
     for rank in range(ranks):
-        mesh = data_mesh(layout, rank)
+        mesh = data_mesh(Layout(dp=ranks), rank)
         held.append(buckets_of(tiny_model(mesh, FP32), FP32, Sharding(state=True, bucket_size=5000), mesh))
     for shards in zip(*held, strict=True):
         assert [bucket.first for bucket in shards] == [i * shards[0].size // ranks for i in range(ranks)]
@@ -82,29 +84,14 @@ def test_shards_are_equal_and_together_are_the_bucket(ranks: int) -> None:
 
 def test_a_table_on_two_stages_has_a_bucket_of_its_own_that_is_equal_on_both() -> None:
     layout = Layout(pp=2, dp=2)
-    from megalite.models.stages import StageSpan
-
     tables = []
-    for rank in (0, layout.rank_at(pp=1, tp=0, dp=0, cp=0)):
-        mesh = data_mesh(layout, rank)
-        span = (
-            StageSpan(0, 1, has_embedding=True, has_output=False, tied_stages=(0, 1))
-            if rank == 0
-            else StageSpan(1, 2, has_embedding=False, has_output=True, tied_stages=(0, 1))
-        )
+    for stage in (0, 1):
+        mesh = data_mesh(layout, layout.rank_at(pp=stage))
+        span = StageSpan(stage, stage + 1, stage == 0, stage == 1, tied_stages=(0, 1))
         buckets = buckets_of(tiny_model(mesh, FP32, span=span), FP32, Sharding(state=True), mesh)
-        tables.append([b for b in buckets if any("word_embeddings" in slot.name for slot in b.slots)])
-    for ours in tables:
-        assert [[slot.name for slot in bucket.slots] for bucket in ours] == [["embedding.word_embeddings.weight"]]
-    assert tables[0][0].size == tables[1][0].size
-
-
-def test_frozen_parameters_are_left_out() -> None:
-    model = tiny_model(MESH, FP32)
-    for name, parameter, _ in named_specs(model):
-        parameter.requires_grad_("layernorm" in name)
-    names = {slot.name for bucket in buckets_of(model, FP32) for slot in bucket.slots}
-    assert names == {name for name, _, _ in named_specs(model) if "layernorm" in name}
+        tables += [b for b in buckets if any("word_embeddings" in slot.name for slot in b.slots)]
+    assert [[slot.name for slot in b.slots] for b in tables] == 2 * [["embedding.word_embeddings.weight"]]
+    assert tables[0].size == tables[1].size
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -118,12 +105,64 @@ def test_every_gradient_arrives_and_adds_up_over_microbatches(tied: bool) -> Non
         for each in (model, plain):
             hidden = each(text[:, :-1], plain_info(text[:, :-1]))
             each.token_losses(hidden, text[:, 1:]).mean().backward()
-    states = optimizer.reducer._states
-    assert all(state.missing == [0] * len(state.missing) for state in states), "each counted as often as it came"
     for (name, ours, _), (_, theirs, _) in zip(named_specs(model), named_specs(plain), strict=True):
         assert ours.grad is None
         main: Tensor = ours.gradient_sink.target()  # type: ignore[attr-defined]
         assert torch.allclose(main, theirs.grad, rtol=1e-12, atol=1e-15), name
+
+
+def _bucket_numbers_at_their_start(mesh: Mesh, sharded: bool, deferred: bool) -> list[list[int]]:
+    """Of two microbatches, the buckets in the order in which their reductions start, when they must be complete."""
+    plain, model = (tiny_model(mesh, FP64, num_layers=3) for _ in range(2))
+    how = Sharding(state=True, gradients=sharded, overlap_reduce=True, bucket_size=5000)
+    optimizer = Optimizer(units_of([model]), mesh, FP64, OptimizerConfig(), how)
+    layer = model.decoder.layers["1"].mlp.linear_fc2
+    layer.bias = nn.Parameter(layer.bias.detach().clone())  # the one in a bucket isn't used
+    started: list[tuple[Bucket, Tensor]] = []
+    reduce = optimizer.reducer._reduce
+
+    def spy(bucket: Bucket) -> object:
+        started.append((bucket, optimizer.reducer.whole_gradients(bucket).clone()))
+        return reduce(bucket)
+
+    optimizer.reducer._reduce = spy  # type: ignore[method-assign, assignment]
+    optimizer.begin_step(2)
+    numbers = []
+    for microbatch in range(2):
+        text = tiny_tokens(2, 16, seed=microbatch)
+        if sharded:
+            plain.zero_grad()
+        model.weight_gradients.deferred = deferred
+        for each in (plain, model):
+            each.token_losses(each(text[:, :-1], plain_info(text[:, :-1])), text[:, 1:]).sum().backward()
+        meanwhile = len(started)
+        for job in model.weight_gradients.take():
+            job()
+        optimizer.backward_ended(0)
+        of_embedding = sum(bucket.first_unit == 0 for bucket, _ in started)
+        assert meanwhile == (0 if deferred else len(started) - of_embedding), "the others' overlap with the backward"
+        for bucket, gradients in started:
+            for slot in bucket.slots:
+                expected = plain.get_parameter(slot.name).grad
+                assert expected is not None
+                if slot.parameter is not model.get_parameter(slot.name):
+                    expected = torch.zeros_like(expected)
+                assert torch.allclose(slot.view(gradients), expected, rtol=1e-10), slot.name
+        numbers.append([bucket.number for bucket, _ in started])
+        started.clear()
+    optimizer.reducer.finish()
+    return numbers
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "weight gradients later"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole gradients", "sharded gradients"])
+def test_a_reduction_starts_once_its_units_are_through_though_a_parameter_is_unused(
+    pool: ProcessPool, sharded: bool, deferred: bool
+) -> None:
+    first, second = pool.run(_bucket_numbers_at_their_start, 2, sharded, deferred, layout=Layout(dp=2))
+    assert first == second, "in one order on all ranks"
+    every = list(range(len(first[1])))
+    assert len(every) > 4 and first == [every if sharded else [], every]
 
 
 def test_half_precision_gradients_of_norms_and_biases_add_up_in_fp32() -> None:
@@ -141,7 +180,7 @@ def test_half_precision_gradients_of_norms_and_biases_add_up_in_fp32() -> None:
 def test_half_precision_parameters_have_wide_main_copies_and_wide_ones_none() -> None:
     for precision, copies in ((BF16, True), (FP32, False)):
         optimizer = Optimizer(units_of([tiny_model(MESH, precision)]), MESH, precision, OptimizerConfig())
-        for segment in optimizer.updater.segments:
+        for segment in optimizer.segments:
             assert segment.is_copy == copies
             assert segment.main.dtype == segment.gradient.dtype == torch.float32
             assert torch.equal(segment.main, segment.parameters.to(torch.float32))
@@ -162,7 +201,7 @@ def _reduced(mesh: Mesh, precision: Precision, how: Sharding) -> tuple[list[Tens
 
 
 @pytest.mark.parametrize("state", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=3), Layout(dp=2, cp=2), Layout(dp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(dp=3), Layout(dp=2, cp=2), Layout(dp=2, tp=2)], ids=str)
 def test_gradients_are_summed_over_the_ranks_that_hold_the_same_parameters(
     pool: ProcessPool, layout: Layout, state: bool
 ) -> None:
@@ -172,6 +211,53 @@ def test_gradients_are_summed_over_the_ranks_that_hold_the_same_parameters(
         for i, (reduced, start) in enumerate(zip(after, starts, strict=True)):
             expected = torch.stack([results[copy][0][i] for copy in copies]).sum(0)[start : start + len(reduced)]
             assert torch.allclose(reduced, expected, rtol=1e-14, atol=1e-13)
+
+
+EXPERT = Domain(data=("edp",), replica=("pp", "ep", "etp"), tensor="etp")
+
+
+def _step_of_two_domains(mesh: Mesh, how: Sharding) -> tuple[dict[str, float], dict[str, float]]:
+    """Norms by name of a parameter and an expert's, after gradients of 10^rank, and the values of those held here after
+    a step."""
+    members = []
+    for name, domain in (("dense", DENSE), (f"expert {mesh.coordinates['ep']}", EXPERT)):
+        boxes = replicated((512,), Place(mesh.layout, mesh.rank, None, domain))
+        spec = ParamSpec((512,), (512,), boxes, domain=domain)
+        members.append((name, nn.Parameter(torch.zeros(512, dtype=torch.float64)), spec))
+    unit = Unit(nn.Identity(), 0, members, lambda job: job())
+    optimizer = Optimizer([unit], mesh, FP64, OptimizerConfig(optimizer="sgd", clip_grad=0.0), how)
+    optimizer.begin_step(1)
+    for _, parameter, _ in members:
+        parameter.gradient_sink.target().fill_(10.0**mesh.rank)  # type: ignore[attr-defined]
+    optimizer.backward_ended(0)
+    optimizer.reduce_gradients()
+    optimizer.step(optimizer.measure(1.0), lr=1.0, decoupled_lr=1.0, weight_decay=0.0, loss_scale=1.0)
+    values = {name: piece.flat.unique().item() for name, piece in optimizer.parameter_pieces().items()}
+    return optimizer.gradient_norms(1.0), values
+
+
+def _steps_of_two_domains(strategies: list[Sharding]) -> list[tuple[dict[str, float], dict[str, float]]]:
+    with ExitStack() as stack:
+        for module in ("optimizer.optimizer", "optimizer.gradient_norm", "distributed.mesh"):
+            stack.enter_context(mock.patch(f"megalite.{module}.DOMAINS", (DENSE, EXPERT)))
+        axes = (*GROUP_AXES, EXPERT.data, EXPERT.replica)
+        stack.enter_context(mock.patch("megalite.distributed.mesh.GROUP_AXES", axes))
+        timeout = timedelta(seconds=60)
+        mesh = Mesh.create(Layout(dp=4, ep=2), torch.device("cpu"), backend="gloo", timeout=timeout)
+        results = [_step_of_two_domains(mesh, how) for how in strategies]
+        mesh.close()
+        return results
+
+
+def test_each_domain_is_reduced_and_sharded_over_its_own_ranks() -> None:
+    """Of four data ranks, ranks 0 and 2 have one expert, 1 and 3 another."""
+    strategies = [Sharding(state=n > 0, gradients=n > 1, parameters=n > 2) for n in range(4)]
+    root = 512**0.5
+    with ProcessPool(4, preload=PRELOADED) as workers:
+        for rank, results in enumerate(workers.run(_steps_of_two_domains, 4, strategies)):
+            for norms, values in results:
+                assert norms == pytest.approx({"dense": 1111 * root, "expert 0": 101 * root, "expert 1": 1010 * root})
+                assert values == {"dense": -1111.0, f"expert {rank % 2}": [-101.0, -1010.0][rank % 2]}
 
 
 def test_a_reduction_in_bf16_sums_rounded_gradients_and_one_in_fp32_does_not(pool: ProcessPool) -> None:

@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from megalite.config.schema import OptimizerConfig, PrecisionConfig, RunConfig
-from megalite.optimizer.fused import LIBRARIES, LibraryAdam, TorchFused, check_adam_backend, choose_fused
+from megalite.config.schema import OptimizerConfig, RunConfig
+from megalite.distributed.param_spec import NO_DECAY, Treatment
+from megalite.optimizer.fused import LIBRARIES, LibraryAdam, TorchFused, build_engines, check_adam_backend
+from megalite.optimizer.segments import Segment
 
 CPU = torch.device("cpu")
 
@@ -72,42 +74,40 @@ def stand_in(init: Callable[..., None], step: Callable[..., None]) -> type:
     return FusedAdam
 
 
-def treatments(seed: int) -> dict[tuple[bool, str], list[nn.Parameter]]:
+def segments(seed: int) -> list[Segment]:
+    """Of three treatments, without a bucket."""
     generator = torch.Generator().manual_seed(seed)
-    result = {}
-    for treatment, sizes in {
-        (True, "default"): (256, 128),
-        (False, "default"): (128,),
-        (True, "decoupled"): (64,),
-    }.items():
-        result[treatment] = [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+    result = []
+    for treatment, sizes in ((Treatment(), (256, 128)), (NO_DECAY, (128,)), (Treatment(lr_group="decoupled"), (64,))):
+        for size in sizes:
+            main = nn.Parameter(torch.randn(size, generator=generator))
+            main.grad = torch.zeros(size)
+            result.append(Segment(None, treatment, 0, size, False, main))  # type: ignore[arg-type]
     return result
 
 
 @pytest.mark.parametrize("library", SIGNATURES)
 def test_a_librarys_adam_is_called_as_it_wants_and_computes_what_torchs_does(library: str) -> None:
     config = OptimizerConfig(adam_beta2=0.95)
-    ours, theirs = treatments(1), treatments(1)
+    ours, theirs = segments(1), segments(1)
     torchs = TorchFused(config, CPU, torch.float32, ours)
     librarys = LibraryAdam(stand_in(*SIGNATURES[library]), library, config, theirs)
     generator = torch.Generator().manual_seed(2)
     for _ in range(3):
-        for ours_of, theirs_of in zip(ours.values(), theirs.values(), strict=True):
-            for a, b in zip(ours_of, theirs_of, strict=True):
-                a.grad = torch.randn(a.shape, generator=generator)
-                b.grad = a.grad.clone()
+        for a, b in zip(ours, theirs, strict=True):
+            a.gradient.copy_(torch.randn(a.main.shape, generator=generator))
+            b.gradient.copy_(a.gradient)
         for engine in (torchs, librarys):
             engine.step(0.5, {"default": 1e-2, "decoupled": 1e-3}, 0.1)
-    for ours_of, theirs_of in zip(ours.values(), theirs.values(), strict=True):
-        for a, b in zip(ours_of, theirs_of, strict=True):
-            assert torch.allclose(a, b, atol=1e-6)
-            assert librarys.moments(b).keys() == torchs.moments(a).keys()
-            assert all(torch.allclose(torchs.moments(a)[k], librarys.moments(b)[k], atol=1e-6) for k in ("exp_avg",))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a.main, b.main, atol=1e-6)
+        assert librarys.moments(b).keys() == torchs.moments(a).keys()
+        assert torch.allclose(torchs.moments(a)["exp_avg"], librarys.moments(b)["exp_avg"], atol=1e-6)
 
 
 @pytest.mark.parametrize("library", SIGNATURES)
 def test_a_rank_without_segments_makes_a_librarys_adam_and_steps(library: str) -> None:
-    engine = LibraryAdam(stand_in(*SIGNATURES[library]), library, OptimizerConfig(), {})
+    engine = LibraryAdam(stand_in(*SIGNATURES[library]), library, OptimizerConfig(), [])
     engine.set_steps(3)
     engine.step(1.0, {"default": 1.0}, 0.1)
 
@@ -129,23 +129,16 @@ def _install(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"], ids=["on a CPU", "on a GPU"])
-def test_torchs_own_is_the_default_though_a_library_can_be_imported(
-    device: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("backend", ["torch", *LIBRARIES])
+def test_what_is_asked_for_updates_and_torchs_own_is_the_default(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _install(monkeypatch, FusedAdam=stand_in(*SIGNATURES["apex"]))
-    for optimizer in ("adam", "sgd"):
-        config = OptimizerConfig(optimizer=optimizer)
-        chosen = choose_fused(config, torch.device(device), torch.float32, treatments(0))
-        assert chosen.description == f"torch {'AdamW' if optimizer == 'adam' else 'SGD'}, fused"
-
-
-@pytest.mark.parametrize("backend", LIBRARIES)
-def test_a_librarys_adam_is_used_where_it_is_asked_for(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, FusedAdam=stand_in(*SIGNATURES[backend]))
-    config = RunConfig(optimizer=OptimizerConfig(adam_backend=backend))
+    library = next(iter(LIBRARIES)) if backend == "torch" else backend
+    _install(monkeypatch, FusedAdam=stand_in(*SIGNATURES[library]))
+    config = RunConfig() if backend == "torch" else RunConfig(optimizer=OptimizerConfig(adam_backend=backend))
     assert check_adam_backend(config, "cuda") == []
-    chosen = choose_fused(config.optimizer, CPU, torch.float32, treatments(0))
-    assert chosen.description == f"{LIBRARIES[backend][0]} FusedAdam"
+    (engine,) = build_engines(config.optimizer, torch.device(device), torch.float32, segments(0))
+    assert engine.description == ("torch AdamW, fused" if backend == "torch" else f"{LIBRARIES[backend][0]} FusedAdam")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +146,7 @@ def test_a_librarys_adam_is_used_where_it_is_asked_for(backend: str, monkeypatch
     [
         ({"optimizer": "sgd"}, "cuda", "--optimizer sgd"),
         ({"optimizer_cpu_offload": True}, "cuda", "--optimizer-cpu-offload"),
+        ({"fp64": True}, "cuda", "--fp64"),
         ({}, "cpu", "cpu"),
         ({}, "cuda", "can't be imported"),  # another project called apex has no such class
     ],
@@ -161,27 +155,20 @@ def test_a_librarys_adam_that_cannot_be_used_is_refused_with_the_reason(
     changes: dict[str, Any], device: str, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _install(monkeypatch)
-    (problem,) = check_adam_backend(RunConfig(optimizer=OptimizerConfig(adam_backend="apex", **changes)), device)
+    config = RunConfig(optimizer=OptimizerConfig(adam_backend="apex"))
+    for name, value in changes.items():
+        setattr(config.precision if name == "fp64" else config.optimizer, name, value)
+    (problem,) = check_adam_backend(config, device)
     assert problem.startswith("--adam-backend apex") and word in problem
 
 
-def test_float64_and_a_librarys_adam_exclude_each_other() -> None:
-    config = RunConfig(optimizer=OptimizerConfig(adam_backend="te"), precision=PrecisionConfig(fp64=True))
-    (problem,) = check_adam_backend(config, "cuda")
-    assert "--fp64" in problem
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 3])
-def test_the_factor_is_folded_into_the_step_in_fp32(factor: float) -> None:
-    ours, plain = treatments(3), treatments(3)
-    engine = TorchFused(OptimizerConfig(), CPU, torch.float32, ours)
-    reference = TorchFused(OptimizerConfig(), CPU, torch.float32, plain)
-    for a_of, b_of in zip(ours.values(), plain.values(), strict=True):
-        for a, b in zip(a_of, b_of, strict=True):
-            a.grad = torch.ones_like(a)
-            b.grad = torch.full_like(b, factor)
-    engine.step(factor, {"default": 1e-2, "decoupled": 1e-2}, 0.0)
-    reference.step(1.0, {"default": 1e-2, "decoupled": 1e-2}, 0.0)
-    for a_of, b_of in zip(ours.values(), plain.values(), strict=True):
-        for a, b in zip(a_of, b_of, strict=True):
-            assert torch.allclose(a, b, rtol=1e-6)
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_a_factor_is_as_good_as_gradients_multiplied_by_it(kind: str, wide: torch.dtype) -> None:
+    ours, plain = segments(3), segments(3)
+    for given, gradient, factor in ((ours, 1.0, 1 / 3), (plain, 1 / 3, 1.0)):
+        for segment in given:
+            segment.gradient.fill_(gradient)
+        engine = TorchFused(OptimizerConfig(optimizer=kind), CPU, wide, given)
+        engine.step(factor, {"default": 1e-2, "decoupled": 1e-2}, 0.0)
+    assert all(torch.allclose(a.main, b.main, rtol=1e-6) for a, b in zip(ours, plain, strict=True))

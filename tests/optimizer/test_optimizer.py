@@ -1,8 +1,7 @@
-"""The flat optimizer against torch's on separate tensors, main parameters, and data parallelism against one process."""
+"""The flat optimizer against torch's on separate tensors, and main parameters."""
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -13,10 +12,7 @@ from torch import Tensor, nn
 
 from megalite.config.schema import OptimizerConfig
 from megalite.distributed import random
-from megalite.distributed.collectives import all_reduce
-from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
-from megalite.distributed.pool import ProcessPool
 from megalite.models.gpt import GPTStage, plain_info, units_of
 from megalite.nn.module import named_specs
 from megalite.optimizer.optimizer import Optimizer
@@ -56,7 +52,7 @@ def reference(model: GPTStage, kind: str, clip: float, steps: int, **options: An
     copies = {name: nn.Parameter(p.detach().double().clone()) for name, p, _ in named_specs(model)}
     groups = []
     for name, _, spec in named_specs(model):
-        groups.append({"params": [copies[name]], "decays": spec.weight_decay, "own_rate": spec.lr_group == "decoupled"})
+        groups.append({"params": [copies[name]], "treatment": spec.treatment})
     make = torch.optim.AdamW if kind == "adam" else torch.optim.SGD
     optimizer = make(groups, lr=0.1, foreach=False, **options)
     for step in range(steps):
@@ -66,50 +62,37 @@ def reference(model: GPTStage, kind: str, clip: float, steps: int, **options: An
             nn.utils.clip_grad_norm_(copies.values(), clip)
         lr, decoupled, decay = STEPS[step]
         for group in optimizer.param_groups:
-            group["lr"] = decoupled if group["own_rate"] else lr
-            group["weight_decay"] = decay if group["decays"] else 0.0
+            group["lr"] = decoupled if group["treatment"].lr_group == "decoupled" else lr
+            group["weight_decay"] = decay if group["treatment"].decays else 0.0
         optimizer.step()
     return {name: parameter.detach() for name, parameter in copies.items()}
 
 
-ADAM = {"betas": (0.9, 0.95), "eps": 1e-6}
+ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-6}
+CASES = [
+    *(("adam", ADAM, clip, FP64, 1e-12) for clip in (0.0, 1.0)),
+    *(("adam", ADAM, clip, FP32, 2e-6) for clip in (1.0, 1e6)),
+    *(("sgd", {"momentum": momentum}, 1.0, FP64, 1e-12) for momentum in (0.9, 0.0)),
+]
 
 
-@pytest.mark.parametrize("clip", [0.0, 1.0, 1e6])
 @pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
-@pytest.mark.parametrize(("precision", "tolerance"), [(FP64, 1e-12), (FP32, 2e-6)], ids=["fp64", "fp32"])
-def test_flat_adam_equals_torchs_adamw_on_separate_tensors(
-    clip: float, loss_scale: float, precision: Precision, tolerance: float
+@pytest.mark.parametrize(("kind", "options", "clip", "precision", "tolerance"), CASES)
+def test_flat_updates_equal_torchs_on_separate_tensors(
+    kind: str, options: dict[str, Any], clip: float, precision: Precision, tolerance: float, loss_scale: float
 ) -> None:
     model = tiny_model(MESH, precision)
-    optimizer = optimizer_of(model, precision, clip_grad=clip, adam_beta2=0.95, adam_eps=1e-6)
-    expected = reference(model, "adam", clip, len(STEPS), **ADAM)
+    momentum = options.get("momentum", 0.9)
+    fields = {"optimizer": kind, "sgd_momentum": momentum, "adam_beta2": 0.95, "adam_eps": 1e-6}
+    optimizer = optimizer_of(model, precision, clip_grad=clip, **fields)
+    expected = reference(model, kind, clip, len(STEPS), **options)
     for step, rates in enumerate(STEPS):
-        draw_gradients(model, step, loss_scale)
-        take_step(optimizer, rates, loss_scale)
+        gradients = draw_gradients(model, step, loss_scale)
+        norm = take_step(optimizer, rates, loss_scale)
+        unscaled = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
+        assert norm == pytest.approx(unscaled, rel=1e-7 if precision is FP32 else 1e-14), "before clipping"
     for name, parameter, _ in named_specs(model):
         assert (parameter.double() - expected[name]).abs().max() < tolerance, name
-
-
-@pytest.mark.parametrize("momentum", [0.9, 0.0])
-@pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_flat_sgd_equals_torchs_on_separate_tensors(momentum: float, clip: float) -> None:
-    model = tiny_model(MESH, FP64)
-    optimizer = optimizer_of(model, optimizer="sgd", sgd_momentum=momentum, clip_grad=clip)
-    expected = reference(model, "sgd", clip, len(STEPS), momentum=momentum)
-    for step, rates in enumerate(STEPS):
-        draw_gradients(model, step)
-        take_step(optimizer, rates)
-    for name, parameter, _ in named_specs(model):
-        assert (parameter - expected[name]).abs().max() < 1e-12, name
-
-
-def test_the_norm_is_that_of_the_unscaled_gradients_before_clipping() -> None:
-    model = tiny_model(MESH, FP64)
-    optimizer = optimizer_of(model, clip_grad=1.0)
-    gradients = draw_gradients(model, 0, scale=64.0)
-    expected = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
-    assert take_step(optimizer, STEPS[0], loss_scale=64.0) == pytest.approx(expected, rel=1e-14)
 
 
 def test_outside_fp64_the_norm_is_rounded_once_to_fp32() -> None:
@@ -133,22 +116,29 @@ def test_updates_too_small_for_half_precision_add_up_in_the_main_parameters(prec
         weight.gradient_sink.target().fill_(1.0)  # type: ignore[union-attr]
         take_step(optimizer, (unit / 21, 0.0, 0.0))
         assert (weight == 1.0).all() == (step < 10)
-    for segment in optimizer.updater.segments:
+    for segment in optimizer.segments:
         assert torch.equal(segment.parameters, segment.main.to(precision.compute))
 
 
-def test_weights_changed_from_outside_survive_a_step_with_rate_zero_once_the_main_parameters_know() -> None:
-    model = tiny_model(MESH, BF16)
-    optimizer = optimizer_of(model, BF16)
-    other = tiny_model(MESH, BF16, seed=5)
+def copy_values(source: GPTStage, target: GPTStage) -> None:
     with torch.no_grad():
-        for (_, ours, _), (_, theirs, _) in zip(named_specs(model), named_specs(other), strict=True):
+        for (_, theirs, _), (_, ours, _) in zip(named_specs(source), named_specs(target), strict=True):
             ours.copy_(theirs)
+
+
+def assert_equal(a: GPTStage, b: GPTStage) -> None:
+    for (name, ours, _), (_, theirs, _) in zip(named_specs(a), named_specs(b), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_weights_changed_from_outside_survive_a_step_with_rate_zero_once_the_main_parameters_know() -> None:
+    model, other = tiny_model(MESH, BF16), tiny_model(MESH, BF16, seed=5)
+    optimizer = optimizer_of(model, BF16)
+    copy_values(other, model)
     optimizer.parameters_loaded(with_state=False)
     draw_gradients(model, 0)
     take_step(optimizer, (0.0, 0.0, 0.1))
-    for (name, ours, _), (_, theirs, _) in zip(named_specs(model), named_specs(other), strict=True):
-        assert torch.equal(ours, theirs), name
+    assert_equal(model, other)
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
@@ -160,10 +150,8 @@ def test_restored_state_and_steps_continue_bit_by_bit(kind: str, precision: Prec
         draw_gradients(straight, step)
         take_step(optimizer, STEPS[step])
     state = {name: piece.flat.clone() for name, piece in optimizer.named_state()}
-    resumed = copy.deepcopy(tiny_model(MESH, precision, seed=9))
-    with torch.no_grad():
-        for (_, ours, _), (_, theirs, _) in zip(named_specs(resumed), named_specs(straight), strict=True):
-            ours.copy_(theirs)
+    resumed = tiny_model(MESH, precision, seed=9)
+    copy_values(straight, resumed)
     second = optimizer_of(resumed, precision, optimizer=kind)
     for name, piece in second.named_state():
         piece.flat.copy_(state.pop(name))
@@ -175,8 +163,7 @@ def test_restored_state_and_steps_continue_bit_by_bit(kind: str, precision: Prec
         for model, each in ((straight, optimizer), (resumed, second)):
             draw_gradients(model, step)
             take_step(each, STEPS[step])
-    for (name, a, _), (_, b, _) in zip(named_specs(straight), named_specs(resumed), strict=True):
-        assert torch.equal(a, b), name
+    assert_equal(straight, resumed)
 
 
 def test_state_exists_before_the_first_step() -> None:
@@ -196,7 +183,8 @@ def test_zero_grad_clears_and_padding_never_moves() -> None:
     for seed in range(3):
         optimizer.begin_step(1)
         assert all((bucket.held_grads == 0).all() for bucket in optimizer.buckets)
-        train_on(model, tiny_tokens(2, 16, seed=seed), total=32)
+        text = tiny_tokens(2, 16, seed=seed)
+        model.token_losses(model(text[:, :-1], plain_info(text[:, :-1])), text[:, 1:]).mean().backward()
         take_step(optimizer, STEPS[0])
     assert (model.output_weight[131:] == 0).all()
 
@@ -211,48 +199,6 @@ def test_a_rank_without_trainable_parameters_takes_part() -> None:
     optimizer.set_steps(4)
     assert optimizer.steps == 4
     assert list(optimizer.named_state()) == []
-
-
-def train_on(model: GPTStage, text: Tensor, total: int, lengths: Tensor | None = None) -> None:
-    """Forward and backward of the mean loss over `total` tokens; only the first `lengths` tokens of each row count."""
-    tokens, labels = text[:, :-1], text[:, 1:]
-    losses = model.token_losses(model(tokens, plain_info(tokens)), labels)
-    if lengths is not None:
-        losses = losses * (torch.arange(len(losses), device=losses.device)[:, None] < lengths)
-    (losses.sum() / total).backward()
-
-
-LENGTHS = torch.tensor([16, 3, 9, 1, 14, 16, 2, 7])
-
-
-def _train(mesh: Mesh, microbatch: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Three steps on eight samples with unequal numbers of tokens; this rank takes its share of the samples."""
-    model = tiny_model(mesh, FP64)
-    optimizer = optimizer_of(model, FP64, mesh)
-    share = 8 // mesh.dp.size
-    norms = []
-    for step in range(3):
-        optimizer.begin_step(1)
-        text = tiny_tokens(8, 16, seed=step)
-        mine = range(mesh.dp.rank * share, (mesh.dp.rank + 1) * share, microbatch)
-        total = sum(int(LENGTHS[at : at + microbatch].sum()) for at in mine)
-        total = int(all_reduce(torch.tensor(total), mesh.dp_cp).item())
-        for at in mine:
-            train_on(model, text[at : at + microbatch], total, LENGTHS[at : at + microbatch])
-        optimizer.reduce_gradients()
-        norms.append(take_step(optimizer, STEPS[step]))
-    return norms, {name: parameter.detach().clone() for name, parameter, _ in named_specs(model)}
-
-
-@pytest.mark.parametrize(("dp", "microbatch"), [(1, 2), (2, 1), (2, 4), (4, 1), (4, 2)])
-def test_data_parallel_ranks_with_unequal_tokens_train_as_one_process(
-    pool: ProcessPool, dp: int, microbatch: int
-) -> None:
-    norms, parameters = _train(MESH, 8)
-    for rank_norms, rank_parameters in pool.run(_train, dp, microbatch, layout=Layout(dp=dp)):
-        assert rank_norms == pytest.approx(norms, rel=1e-10)
-        for name, value in parameters.items():
-            assert (rank_parameters[name] - value).abs().max() <= 1e-10 * value.abs().max().clamp_min(1e-3), name
 
 
 @pytest.mark.cuda

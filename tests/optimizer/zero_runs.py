@@ -16,7 +16,6 @@ from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece
 from megalite.distributed.pool import ProcessPool
-from megalite.optimizer.gathering import UnitGatherer
 from megalite.training.prepare import prepare_config
 from megalite.training.run import Run
 from megalite.verify.configs import resolved
@@ -29,9 +28,9 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 class Outcome:
     """What a rank saw. `values`: whole logical tensors of parameters and state after the last step (first rank only).
     `bytes_per_step`: sent in the last step. `held`: bytes of parameters, gradients, main parameters and moments, and
-    elements of its buckets. `peak_gathered`, `peak_gradients`: elements, of sharded parameters
-    and of temporaries for sharded gradients. `bucket_sizes`: elements of the bucket
-    that a parameter is in. `buckets`: of every bucket."""
+    elements of its buckets. `peak_gathered`, `peak_gradients`: elements, of sharded parameters and of temporaries for
+    sharded gradients. `bucket_sizes`: elements of the bucket that a parameter is in. `buckets`: of every bucket.
+    `updates`: all that the optimizer has taken."""
 
     losses: list[float]
     norms: list[float]
@@ -42,6 +41,7 @@ class Outcome:
     peak_gradients: int
     bucket_sizes: dict[str, int]
     buckets: list[int]
+    updates: int
 
 
 def zero_config(strategy: str, *, microbatches: int = 1, dp: int = 2, **overrides: Any) -> RunConfig:
@@ -67,21 +67,22 @@ def assemble_pieces(pieces: list[Piece], mesh: Mesh) -> dict[str, Tensor]:
 
 
 def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int) -> Outcome:
-    """Run some steps of a resolved configuration."""
+    """Load what a resolved configuration names, run some steps, save where it says."""
     size = mesh.world.size
     environment = Environment(mesh.rank, size, mesh.rank, size)
     run = Run(prepare_config(RunConfig.from_dict(values), environment), mesh)
     records, sent = [], 0
     for _ in range(steps):
-        before = run.optimizer.transport.traffic.bytes_sent
+        before = run.optimizer.transport.bytes_sent
         records.append(run.trainer.step())
-        run.optimizer.settle()
-        sent = run.optimizer.transport.traffic.bytes_sent - before
+        run.optimizer.finish_gathers()
+        sent = run.optimizer.transport.bytes_sent - before
+    if run.config.checkpoint.save is not None:
+        run.save()
     optimizer = run.optimizer
     pieces = [*optimizer.parameter_pieces().values()]
     pieces += [piece._replace(name=key) for key, piece in optimizer.named_state()]
     whole = assemble_pieces(pieces, mesh)
-    gatherer = optimizer.gatherer
     run.close()
     buckets = optimizer.buckets
     return Outcome(
@@ -90,10 +91,11 @@ def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int) -> Outcome:
         values=whole if mesh.is_first else {},
         bytes_per_step=sent,
         held=optimizer.held_bytes() | {"elements": sum(bucket.size for bucket in buckets)},
-        peak_gathered=gatherer.peak_elements if isinstance(gatherer, UnitGatherer) else 0,
+        peak_gathered=optimizer.gatherer.peak_elements,
         peak_gradients=optimizer.reducer.peak_elements,
         bucket_sizes={slot.name: bucket.size for bucket in buckets for slot in bucket.slots},
         buckets=[bucket.size for bucket in buckets],
+        updates=optimizer.steps,
     )
 
 

@@ -64,7 +64,7 @@ def make_and_save(
         loud = (piece._replace(spec=replace(piece.spec, init=Init(std=0.3))) for piece in pieces)
         initialize_pieces(loud, 11)
     save_adapter(
-        target, pieces, plan=plan, model=stages[0].config, mesh=mesh, vocab_size=VOCABULARY, sharded=False,
+        target, pieces, plan=plan, model=stages[0].config, mesh=mesh, vocab_size=VOCABULARY,
         class_names=classes,
     )  # fmt: skip
 

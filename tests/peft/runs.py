@@ -70,17 +70,15 @@ def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int, directory: 
     run.trainer.on_first_gradients = lambda scale: gradients.update(gather_gradients(run.optimizer, mesh, scale))
     records = [run.trainer.step() for _ in range(steps)]
     run.save()
-    run.optimizer.settle()
-    sharded = run.optimizer.sharding.parameters
+    run.optimizer.finish_gathers()
     pieces = run.optimizer.parameter_pieces
     if directory is not None:
         assert run.adapter is not None
         vocab_size = run.prepared.tokenizer.vocab_size
         save_adapter(
             directory, pieces().values(), plan=run.adapter, model=run.config.model, mesh=mesh, vocab_size=vocab_size,
-            sharded=sharded,
         )  # fmt: skip
-    adapter = gather(pieces().values(), mesh, sharded=sharded)
+    adapter = gather(pieces().values(), mesh)
     outcome = Outcome(
         [record.lm_loss for record in records],
         [record.grad_norm for record in records],

@@ -12,6 +12,7 @@ import torch
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import Box
+from megalite.distributed.pieces import Piece
 from megalite.distributed.pool import ProcessPool
 from megalite.optimizer.copies import CopySums
 from megalite.training.trainer import Trainer
@@ -48,8 +49,8 @@ def no_copy_sums(mesh: Mesh, values: Values, steps: int, *, bar: bool = False) -
 def _tied_counted_twice(mesh: Mesh, values: Values, steps: int) -> Trace | None:
     """Every holder of a copy counts it in the norm."""
 
-    def counted(box: Box, rank: int) -> bool:
-        return box.owner == rank or len(box.sum_over) > 1
+    def counted(piece: Piece, box: Box, mesh: Mesh) -> bool:
+        return box.owner == mesh.rank or len(box.sum_over) > 1
 
     with mock.patch("megalite.optimizer.gradient_norm.counts", counted):
         return trace(mesh, values, steps)
