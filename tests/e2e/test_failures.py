@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.runs import (
     MICRO,
+    Forked,
     Outcome,
     Program,
     checkpoint,
@@ -36,13 +37,12 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def lonely() -> Iterator[Program]:
+def lonely() -> Iterator[Forked]:
     """Rank 0 of two, whose other never comes: started first and looked at last, since it takes most of a minute."""
     place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = Program(MICRO, environment=place)
+    started = Forked(MICRO, environment=place)
     yield started
-    if started.process.poll() is None:
-        started.kill()
+    started.kill()
 
 
 # ------------------------------------------------------------------------------------------------------ flag mistakes
@@ -81,6 +81,7 @@ def test_sequence_parallelism_on_one_rank_is_told_to_do_nothing() -> None:
     assert outcome.out.count("--sequence-parallel has no effect with --tensor-model-parallel-size 1") == 1
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_flag_mistake_is_told_once() -> None:
     started = Program(f"{MICRO} --global-batch-size 5", 2)
     outcome = started.wait()
@@ -228,7 +229,7 @@ def test_a_taken_port_is_named() -> None:
     assert "Traceback" not in outcome.err
 
 
-def test_a_rank_whose_others_never_come_gives_up_within_a_minute(lonely: Program) -> None:
+def test_a_rank_whose_others_never_come_gives_up_within_a_minute(lonely: Forked) -> None:
     outcome = lonely.wait(WITHIN)
     assert outcome.code == 1
     assert outcome.err.count("error:") == 1 and "Traceback" not in outcome.err

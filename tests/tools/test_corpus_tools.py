@@ -14,6 +14,7 @@ import pytest
 
 from megalite.data.indexed_dataset import IndexedDataset
 from tests.data.corpora import SAMPLES, write_jsonl
+from tests.helpers import call_script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
@@ -24,7 +25,7 @@ def command(tool: str, *words: object) -> list[str]:
 
 
 def call(tool: str, *words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(tool, *words), capture_output=True, text=True, check=False, timeout=100)
+    return call_script(ROOT / "tools" / f"{tool}.py", *words)
 
 
 def fails(status: int, tool: str, *words: object) -> str:
