@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megalite.distributed.launch import RENDEZVOUS_SECONDS
 from tests.e2e.runs import (
     MICRO,
-    Forked,
     Outcome,
     Program,
     checkpoint,
@@ -34,15 +33,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lonely() -> Iterator[Forked]:
-    """Rank 0 of two, whose other never comes: started first and looked at last, since it takes most of a minute."""
-    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = Forked(MICRO, environment=place)
-    yield started
-    started.kill()
 
 
 # ------------------------------------------------------------------------------------------------------ flag mistakes
@@ -229,8 +219,10 @@ def test_a_taken_port_is_named() -> None:
     assert "Traceback" not in outcome.err
 
 
-def test_a_rank_whose_others_never_come_gives_up_within_a_minute(lonely: Forked) -> None:
-    outcome = lonely.wait(WITHIN)
+def test_a_rank_whose_others_never_come_gives_up_within_a_minute() -> None:
+    assert RENDEZVOUS_SECONDS < WITHIN
+    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    outcome = run(MICRO, fault="rendezvous:0:2", environment=place, check=False, timeout=WITHIN)
     assert outcome.code == 1
     assert outcome.err.count("error:") == 1 and "Traceback" not in outcome.err
-    assert all(word in outcome.err for word in ("WORLD_SIZE=2", "MASTER_PORT=", "torchrun"))
+    assert all(word in outcome.err for word in ("WORLD_SIZE=2", "MASTER_PORT=", "within 2 s", "torchrun"))

@@ -41,10 +41,10 @@ def test_pipelines_and_their_evaluations_are_bitwise_those_of_one_process(
     """Untied, so that no sum is taken over stages."""
     flags = (
         f"{MICRO} {precision} --num-layers 4 --micro-batch-size 1 --untie-embeddings-and-output-weights "
-        "--train-iters 8 --eval-interval 2 --eval-iters 1"
+        "--train-iters 4 --eval-interval 2 --eval-iters 1"
     )
     run(f"{flags} --metrics-file {tmp_path}/one.jsonl")
-    assert len(evaluations(tmp_path / "one.jsonl")) == 5
+    assert len(evaluations(tmp_path / "one.jsonl")) == 3
     for number, schedule in enumerate(schedules):
         path = tmp_path / f"{number}.jsonl"
         run(f"{flags} {PP2} {schedule} --metrics-file {path}", 2)
@@ -71,16 +71,17 @@ def test_pipelines_and_their_evaluations_are_bitwise_those_of_one_process(
             4,
             ["--recompute-granularity selective --recompute-modules core_attn mlp layernorm"],
             id="TP 2, SP, PP 2, zb-h1",
+            marks=pytest.mark.slow,  # the matrix proves it to 1e-10
         ),
     ],
 )
 def test_recompute_changes_no_bit(layout: str, processes: int, kinds: list[str], tmp_path: Path) -> None:
-    flags = f"{MICRO} {layout} --num-layers 4 --save-interval 100"
+    flags = f"{MICRO} {layout} --num-layers 4 --save-interval 100 --train-iters 4"
     for number, kind in enumerate(["", *kinds]):
         folder = tmp_path / str(number)
         run(f"{flags} {kind} --save {folder} --metrics-file {folder}/m.jsonl", processes)
         assert written(folder / "m.jsonl") == written(tmp_path / "0" / "m.jsonl"), kind
-        assert_same_checkpoint(checkpoint(folder, 10), checkpoint(tmp_path / "0", 10))
+        assert_same_checkpoint(checkpoint(folder, 4), checkpoint(tmp_path / "0", 4))
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
