@@ -170,7 +170,7 @@ class Forked(Started):
         return outcome
 
     def members(self) -> list[int]:
-        return [pid for pid, session, _ in _living() if session in self.pids]
+        return [pid for pid, session, _ in living() if session in self.pids]
 
     def kill(self) -> None:
         super().kill()
@@ -282,7 +282,7 @@ class Program(Started):
     def members(self) -> list[int]:
         return [
             pid
-            for pid, _, folder in _living()
+            for pid, _, folder in living()
             if f"{MARK}={self.mark}".encode() in _read(folder / "environ").split(b"\0")
         ]
 
@@ -299,7 +299,7 @@ def program(flags: str, processes: int = 1, *, timeout: float = 100.0, check: bo
     return outcome
 
 
-def _living() -> Iterator[tuple[int, int, Path]]:
+def living() -> Iterator[tuple[int, int, Path]]:
     """Process id, session and folder in /proc of each process but zombies."""
     for folder in Path("/proc").glob("[0-9]*"):
         words = _read(folder / "stat").rpartition(b")")[2].split()  # state, parent, group, session, ...
