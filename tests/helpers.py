@@ -202,7 +202,7 @@ def _run_script(argv: list[str], cwd: Path | None, out: Path, err: Path, method:
     redirect(out, err)
     multiprocessing.set_start_method(method, force=True)  # what the script finds when started by hand
     os.chdir(cwd or os.curdir)
-    sys.argv = argv
+    sys.argv, sys.path[:0] = argv, [str(Path(argv[0]).parent)]
     runpy.run_path(argv[0], run_name="__main__")
 
 
