@@ -7,13 +7,19 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST_ARGS ?=
-# Two processes of pytest. A file stays in one of them, since its tests share fixtures.
-PARALLEL := -n 2 --dist loadfile
+# Two processes of pytest. Each begins with one half, in order, so that files keep their fixtures; whoever is done takes
+# from the other, so that both are busy to the end.
+PARALLEL := -n 2 --dist worksteal
 BENCH_ARGS ?=
+
+# The tests start the package in dozens of processes, which would all compile it.
+unexport PYTHONDONTWRITEBYTECODE
 
 # requirements.lock pins every version; what is installed is what setup.py asks for. Build isolation is off, because it
 # would download a setuptools of its own for each build.
-PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check -c requirements.lock
+PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check --no-compile -c requirements.lock
+# pip would compile one file after the other. Some libraries bring files that aren't Python of this version.
+COMPILE := $(PY) -m compileall -qq -j 0 $(VENV)/lib || true
 METADATA := setup.py pyproject.toml requirements.lock
 
 .DEFAULT_GOAL := help
@@ -66,8 +72,10 @@ $(VENV)/.build-tools: $(VENV)/.created requirements.lock
 
 $(VENV)/.installed: $(VENV)/.build-tools $(METADATA)
 	$(PIP_INSTALL) --no-build-isolation -e .
+	$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.build-tools $(METADATA)
 	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	$(COMPILE)
 	@touch $@ $(VENV)/.installed

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -188,3 +194,33 @@ def load_tool(script: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def call_script(script: Path, *words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """What comes of `python SCRIPT WORDS`, in a process forked from a server that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    argv, method = [str(script), *map(str, words)], multiprocessing.get_start_method()
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = context.Process(target=_run_script, args=(argv, cwd, out, err, method))
+        process.start()
+        process.join(100)
+        if process.exitcode is None:
+            process.kill()
+            raise AssertionError(f"{argv} did not end:\n{err.read_text()}")
+        return subprocess.CompletedProcess(argv, process.exitcode, out.read_text(), err.read_text())
+
+
+def _run_script(argv: list[str], cwd: Path | None, out: Path, err: Path, method: str) -> None:
+    redirect(out, err)
+    multiprocessing.set_start_method(method, force=True)  # what the script finds when started by hand
+    os.chdir(cwd or os.curdir)
+    sys.argv, sys.path[:0] = argv, [str(Path(argv[0]).parent)]
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def redirect(out: Path, err: Path) -> None:
+    """Have this process write its standard output and error into files."""
+    for path, descriptor in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), descriptor)

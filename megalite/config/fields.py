@@ -6,8 +6,9 @@ Flags, checks, messages and the documentation all read this list, so that none o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,8 @@ def section_fields(section: str) -> list[Field]:
     return [_field(section, raw) for raw in dataclasses.fields(getattr(RunConfig(), section))]
 
 
-def all_fields() -> dict[str, Field]:
+@functools.cache  # checks ask for it dozens of times, and it never changes
+def all_fields() -> Mapping[str, Field]:
     """Every field by its path."""
     return {field.path: field for section in section_names() for field in section_fields(section)}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from megalite.checkpoint.storage import Retention
 from tests.checkpoint.logical import found
 from tests.checkpoint.one_tensor import names, save, value_of
+from tests.helpers import call_script
 
 DISK_EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.scandir", "shutil.rmtree"}
 
@@ -86,12 +86,7 @@ def every_event(base: Path) -> None:
 def test_a_kill_at_any_event_on_the_disk_leaves_a_complete_checkpoint_and_the_next_save_clears_up(
     tmp_path: Path,
 ) -> None:
-    program = [sys.executable, "-m", "tests.checkpoint.test_crash", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    project = Path(__file__).resolve().parents[2]
-    result = subprocess.run(
-        program, cwd=project, env=environment, capture_output=True, text=True, timeout=110, check=False
-    )
+    result = call_script(Path(__file__), tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert len(lines) > 25, lines

@@ -1,8 +1,7 @@
 """The program with something going wrong in it: `python tests/e2e/faults.py FAULT FLAGS`.
 
 FAULT is `name:rank:iteration`, e.g. `forward:1:3`: the forward of rank 1's third step raises; or several of these with
-commas between. The program itself has no
-test mode; a fault replaces one of its functions before main is called.
+commas between. The program itself has no test mode; a fault replaces one of its functions before main is called.
 """
 
 from __future__ import annotations
@@ -99,6 +98,13 @@ def _starting(_: int) -> None:
     _replace(dist, "init_process_group", dying)
 
 
+def _rendezvous(seconds: int) -> None:
+    """The process waits so long for the others to come."""
+    import megalite.distributed.launch as launch
+
+    launch.RENDEZVOUS_SECONDS = seconds
+
+
 def _data(iteration: int) -> None:
     """Reading raises, in a data-loader worker where there are any, once that many microbatches were read."""
     import megalite.data.loader as loader
@@ -184,6 +190,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "kill": _kill,
     "sleep": _sleep,
     "starting": _starting,
+    "rendezvous": _rendezvous,
     "data": _data,
     "save": _save,
     "full-disk": _full_disk,

@@ -1,12 +1,14 @@
 """Runs of `pretrain_gpt.py` for the tests: how to start one, and how to read what it left behind.
 
-Key idea: `program` starts the real thing, with torchrun where there are several processes, and costs seconds, most of
-them for importing torch. `run` calls the same main function in fresh processes forked from a server that has imported
-torch, so dozens of runs are affordable. Tests of numbers and files use `run`, those of launch and failure `program`.
+Key idea: `Program` starts the real thing, with torchrun where there are several processes, and costs seconds, most of
+them for importing torch. `Forked` calls the same main function in fresh processes forked from a server that has
+imported torch, so hundreds of runs are affordable. `program` and `run` also wait for the end. Few tests need the real
+thing.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import multiprocessing
@@ -19,6 +21,7 @@ import tempfile
 import time
 import uuid
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +38,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megalite.config.errors import FlagError
 from megalite.distributed.launch import Environment
 from megalite.training.prepare import prepare
-from tests.helpers import PRELOADED
+from tests.helpers import PRELOADED, redirect
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "pretrain_gpt.py"
@@ -93,60 +96,105 @@ class Outcome:
         return f"exit codes {self.codes} after {self.seconds:.1f} s\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
+class Started:
+    """Processes of a run. `pids`: those that were started; they start others."""
+
+    pids: list[int]
+
+    def members(self) -> list[int]:
+        """Process ids of all that are there: launcher, ranks, data-loader workers."""
+        raise NotImplementedError
+
+    def remaining(self, seconds: float) -> list[int]:
+        """Which processes are still there after up to `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (members := self.members()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return members
+
+    def kill(self) -> None:
+        for pid in self.members():
+            _kill(pid, signal.SIGKILL)
+
+
 # ------------------------------------------------------------------------------------------------- forked processes
 
 
-def run(
-    flags: str,
-    processes: int = 1,
-    *,
-    fault: str | None = None,
-    timeout: float = 100.0,
-    check: bool = True,
-    environment: dict[str, str] | None = None,
-    script: str = "pretrain_gpt",
-) -> Outcome:
-    """Run the program in `processes` fresh processes. With `check` they must all exit with 0. `environment`: for a
-    single process. `script`: the program's module."""
-    argv = [f"{script}.py", *shlex.split(flags)]
-    with tempfile.TemporaryDirectory() as folder:
-        outcome = _run(argv, processes, fault, timeout, Path(folder), environment or {})
+@dataclass
+class Forked(Started):
+    """The program's main function in fresh processes, each the leader of a session. `environment`: for a single
+    process. `script`: the program's module."""
+
+    flags: str
+    processes: int = 1
+    fault: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    script: str = "pretrain_gpt"
+
+    def __post_init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        size = self.processes
+        # As torchrun does: the launcher holds the store, on a port that the system chose.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if size > 1 else None
+        self._folder = tempfile.TemporaryDirectory()
+        self.begin = time.monotonic()
+        argv = [f"{self.script}.py", *shlex.split(self.flags)]
+        method = multiprocessing.get_start_method()
+        self._workers = []
+        for rank in range(size):
+            environment = self.environment if self._store is None else _worker_environment(rank, size, self._store.port)
+            arguments = (argv, environment, self.fault, *self._files(rank), method)
+            self._workers.append(context.Process(target=_work, args=arguments))
+            self._workers[-1].start()
+        self.pids = [worker.pid for worker in self._workers if worker.pid is not None]
+
+    def wait(self, timeout: float = 100.0) -> Outcome:
+        """What came of it. A run that takes longer than `timeout` is killed and fails the test."""
+        deadline = time.monotonic() + timeout
+        try:
+            for worker in self._workers:
+                worker.join(max(0.0, deadline - time.monotonic()))
+            late = [worker for worker in self._workers if worker.exitcode is None]
+        except BaseException:
+            self.kill()
+            raise
+        if late:
+            self.kill()
+        files = [self._files(rank) for rank in range(self.processes)]
+        out, err = ("".join(path.read_text() for path in paths if path.exists()) for paths in zip(*files, strict=True))
+        self._folder.cleanup()
+        codes = tuple(-1 if worker.exitcode is None else worker.exitcode for worker in self._workers)
+        outcome = Outcome(codes, out, err, time.monotonic() - self.begin)
+        assert not late, f"{len(late)} of {self.processes} processes did not end within {timeout:g} s\n{outcome}"
+        return outcome
+
+    def members(self) -> list[int]:
+        return [pid for pid, session, _ in living() if session in self.pids]
+
+    def kill(self) -> None:
+        super().kill()
+        for worker in self._workers:
+            worker.kill()  # one that has no session yet
+            worker.join()
+
+    def _files(self, rank: int) -> tuple[Path, Path]:
+        """Where a rank's standard output and error go."""
+        return Path(self._folder.name, f"{rank}.out"), Path(self._folder.name, f"{rank}.err")
+
+
+def run(flags: str, processes: int = 1, *, timeout: float = 100.0, check: bool = True, **how: Any) -> Outcome:
+    """Run the program in `processes` fresh processes, `Forked`. With `check` they must all exit with 0."""
+    outcome = Forked(flags, processes, **how).wait(timeout)
     if check:
         assert outcome.code == 0, str(outcome)
     return outcome
 
 
-def _run(
-    argv: list[str], size: int, fault: str | None, timeout: float, folder: Path, environment: dict[str, str]
-) -> Outcome:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    # As torchrun does: the launcher holds the store, on a port that the system chose.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if size > 1 else None
-    shared = {} if store is None else _worker_environment(size, store.port)
-    begin = time.monotonic()
-    method = multiprocessing.get_start_method()
-    workers = []
-    for rank in range(size):
-        ranked = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if store is not None else environment
-        arguments = (argv, ranked, fault, folder / f"{rank}.out", folder / f"{rank}.err", method)
-        workers.append(context.Process(target=_work, args=arguments))
-        workers[-1].start()
-    for worker in workers:
-        worker.join(max(0.0, begin + timeout - time.monotonic()))
-    late = [worker for worker in workers if worker.exitcode is None]
-    for worker in late:
-        worker.kill()
-        worker.join()
-    out, err = ("".join((folder / f"{rank}.{end}").read_text() for rank in range(size)) for end in ("out", "err"))
-    codes = tuple(-1 if worker.exitcode is None else worker.exitcode for worker in workers)
-    outcome = Outcome(codes, out, err, time.monotonic() - begin)
-    assert not late, f"{len(late)} of {size} processes did not end within {timeout:g} s\n{outcome}"
-    return outcome
-
-
-def _worker_environment(size: int, port: int) -> dict[str, str]:
+def _worker_environment(rank: int, size: int, port: int) -> dict[str, str]:
     return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
@@ -160,11 +208,14 @@ def _work(
     argv: list[str], environment: dict[str, str], fault: str | None, out: Path, err: Path, start_method: str
 ) -> None:
     """A forked process's life."""
-    for path, descriptor in ((out, 1), (err, 2)):
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), descriptor)
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
+    redirect(out, err)
     multiprocessing.set_start_method(start_method, force=True)  # what the program finds when started by hand
     os.environ.update(environment)
     sys.argv = argv
+    # Or else torch takes back each of its own operators at the end of a process, for a tenth of the time of a run.
+    atexit.unregister(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
     from tests.e2e import faults
 
     faults.main(fault, Path(argv[0]).stem)
@@ -182,7 +233,7 @@ def refusal(flags: str, processes: int = 1, *, sections: list[str] | None = None
 
 
 @dataclass
-class Program:
+class Program(Started):
     """The program started by hand or by torchrun. All its processes carry a mark in their environment."""
 
     flags: str
@@ -200,7 +251,7 @@ class Program:
         script = [str(self.script)] if self.fault is None else [str(FAULTY_SCRIPT), self.fault]
         self._files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by wait)
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
-        self.process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, *launcher, *script, *shlex.split(self.flags)],
             stdout=self._files[0],
             stderr=self._files[1],
@@ -208,12 +259,13 @@ class Program:
             start_new_session=True,
             env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: self.mark} | self.environment,
         )
+        self.pids = [self._process.pid]
 
     def wait(self, timeout: float = 100.0) -> Outcome:
         """What came of it. A run that takes longer than `timeout` is killed and fails the test."""
         late = False
         try:
-            self.process.wait(timeout)
+            self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             late = True
             self.kill()
@@ -223,25 +275,20 @@ class Program:
             file.seek(0)
             texts.append(file.read())
             file.close()
-        outcome = Outcome((self.process.returncode,), texts[0], texts[1], seconds)
+        outcome = Outcome((self._process.returncode,), texts[0], texts[1], seconds)
         assert not late, f"not ended within {timeout:g} s\n{outcome}"
         return outcome
 
     def members(self) -> list[int]:
-        """Process ids that carry this run's mark: launcher, ranks, data-loader workers."""
-        return list(_marked(self.mark))
-
-    def remaining(self, seconds: float) -> list[int]:
-        """Which processes are still there after up to `seconds`."""
-        deadline = time.monotonic() + seconds
-        while (members := self.members()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return members
+        return [
+            pid
+            for pid, _, folder in living()
+            if f"{MARK}={self.mark}".encode() in _read(folder / "environ").split(b"\0")
+        ]
 
     def kill(self) -> None:
-        for pid in self.members():
-            _kill(pid, signal.SIGKILL)
-        self.process.wait()
+        super().kill()
+        self._process.wait()
 
 
 def program(flags: str, processes: int = 1, *, timeout: float = 100.0, check: bool = True, **how: Any) -> Outcome:
@@ -252,16 +299,20 @@ def program(flags: str, processes: int = 1, *, timeout: float = 100.0, check: bo
     return outcome
 
 
-def _marked(mark: str) -> Iterator[int]:
-    needle = f"{MARK}={mark}".encode()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            found = needle in path.read_bytes().split(b"\0")
-            zombie = (path.parent / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-        except (OSError, IndexError):
-            continue  # it ended meanwhile, or is someone else's
-        if found and not zombie:
-            yield int(path.parent.name)
+def living() -> Iterator[tuple[int, int, Path]]:
+    """Process id, session and folder in /proc of each process but zombies."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        words = _read(folder / "stat").rpartition(b")")[2].split()  # state, parent, group, session, ...
+        if words and words[0] != b"Z":
+            yield int(folder.name), int(words[3]), folder
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a file of /proc; none where the process has ended meanwhile, or is someone else's."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def _kill(pid: int, number: int) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megalite.distributed.launch import RENDEZVOUS_SECONDS
 from tests.e2e.runs import (
     MICRO,
     Outcome,
@@ -33,16 +33,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lonely() -> Iterator[Program]:
-    """Rank 0 of two, whose other never comes: started first and looked at last, since it takes most of a minute."""
-    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = Program(MICRO, environment=place)
-    yield started
-    if started.process.poll() is None:
-        started.kill()
 
 
 # ------------------------------------------------------------------------------------------------------ flag mistakes
@@ -81,6 +71,7 @@ def test_sequence_parallelism_on_one_rank_is_told_to_do_nothing() -> None:
     assert outcome.out.count("--sequence-parallel has no effect with --tensor-model-parallel-size 1") == 1
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_flag_mistake_is_told_once() -> None:
     started = Program(f"{MICRO} --global-batch-size 5", 2)
     outcome = started.wait()
@@ -228,8 +219,10 @@ def test_a_taken_port_is_named() -> None:
     assert "Traceback" not in outcome.err
 
 
-def test_a_rank_whose_others_never_come_gives_up_within_a_minute(lonely: Program) -> None:
-    outcome = lonely.wait(WITHIN)
+def test_a_rank_whose_others_never_come_gives_up_within_a_minute() -> None:
+    assert RENDEZVOUS_SECONDS < WITHIN
+    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    outcome = run(MICRO, fault="rendezvous:0:2", environment=place, check=False, timeout=WITHIN)
     assert outcome.code == 1
     assert outcome.err.count("error:") == 1 and "Traceback" not in outcome.err
-    assert all(word in outcome.err for word in ("WORLD_SIZE=2", "MASTER_PORT=", "torchrun"))
+    assert all(word in outcome.err for word in ("WORLD_SIZE=2", "MASTER_PORT=", "within 2 s", "torchrun"))

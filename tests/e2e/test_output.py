@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.runs import MICRO, Outcome, evaluations, program, run, steps
+from tests.e2e.runs import MICRO, Outcome, evaluations, run, steps
 
 # The fields in the order in which Megatron-LM writes them.
 STEP_LINE = re.compile(
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcome(folder: Path) -> Outcome:
-    return program(
+    return run(
         f"{MICRO} --train-iters {STEPS} --global-batch-size 8 --log-interval 3 --eval-iters 2 --eval-interval 4 "
         f"--metrics-file {folder}/metrics.jsonl --tensorboard-dir {folder}/tb --log-memory-to-tensorboard "
         "--log-throughput --log-params-norm --log-num-zeros-in-grad --timing-log-level 2 "

@@ -10,7 +10,9 @@ import pytest
 
 from tests.e2e.runs import (
     MICRO,
+    Forked,
     Program,
+    Started,
     assert_same_checkpoint,
     checkpoint,
     newest,
@@ -63,20 +65,16 @@ def test_exit_duration_saves_after_the_step_and_exits_with_0_on_all_ranks(tmp_pa
     assert outcome.out.count("--exit-duration-in-mins") == 1
 
 
-def interrupted(
-    flags: str, metrics: Path, number: signal.Signals, processes: int = 1, *, everyone: bool = False
-) -> Program:
-    """Start a long run and send it a signal in the middle of its steps; with `everyone` also to its data-loader
-    workers, as systemd does."""
-    started = Program(flags, processes)
+def interrupt(started: Started, metrics: Path, number: signal.Signals, *, everyone: bool = False) -> None:
+    """Send a signal to a long run in the middle of its steps; with `everyone` also to its data-loader workers, as
+    systemd does."""
     try:
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, 90)
-        for pid in started.members() if everyone else [started.process.pid]:
+        for pid in started.members() if everyone else started.pids:
             os.kill(pid, number)
     except BaseException:
         started.kill()
         raise
-    return started
 
 
 LONG = f"{MICRO} --train-iters 100000 --exit-signal-handler --save-interval 100000 "
@@ -95,7 +93,8 @@ def test_a_signal_finishes_the_step_and_saves_and_a_resume_continues_bitwise(
     flags = f"{LONG} --num-workers {workers} "
     metrics = tmp_path / "b.jsonl"
     first = f"{flags} --save {tmp_path}/b --metrics-file {metrics}"
-    started = interrupted(first, metrics, number, everyone=workers > 0)
+    started = Forked(first)
+    interrupt(started, metrics, number, everyone=workers > 0)
     outcome = started.wait()
     assert outcome.code == 0, str(outcome)
     assert started.remaining(10) == []
@@ -110,10 +109,12 @@ def test_a_signal_finishes_the_step_and_saves_and_a_resume_continues_bitwise(
     assert_same_checkpoint(checkpoint(tmp_path / "b", done + 4), checkpoint(tmp_path / "a", done + 4))
 
 
-def test_torchruns_sigterm_stops_all_ranks_at_one_step_and_saves(tmp_path: Path) -> None:
-    flags = f"{LONG} --save {tmp_path}/c --metrics-file {tmp_path}/m.jsonl"
+@pytest.mark.parametrize("start", [Forked, pytest.param(Program, id="torchrun", marks=pytest.mark.slow)])
+def test_sigterm_stops_all_ranks_at_one_step_and_saves(start: type[Forked | Program], tmp_path: Path) -> None:
+    """torchrun passes it on to every rank."""
     metrics = tmp_path / "m.jsonl"
-    started = interrupted(flags, metrics, signal.SIGTERM, processes=2)
+    started = start(f"{LONG} --save {tmp_path}/c --metrics-file {metrics}", 2)
+    interrupt(started, metrics, signal.SIGTERM)
     outcome = started.wait()
     assert started.remaining(10) == []
     done = len(steps(metrics))
@@ -125,7 +126,8 @@ def test_torchruns_sigterm_stops_all_ranks_at_one_step_and_saves(tmp_path: Path)
 
 def test_an_interrupt_without_the_handler_ends_at_once_with_one_line(tmp_path: Path) -> None:
     flags = f"{MICRO} --train-iters 100000 --num-workers 2 --metrics-file {tmp_path}/m.jsonl"
-    started = interrupted(flags, tmp_path / "m.jsonl", signal.SIGINT)
+    started = Forked(flags)
+    interrupt(started, tmp_path / "m.jsonl", signal.SIGINT)
     outcome = started.wait(30)
     assert outcome.code == 130
     assert outcome.err.strip() == "interrupted"

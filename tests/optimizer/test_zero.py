@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from megalite.distributed.pool import ProcessPool
@@ -10,51 +14,57 @@ from megalite.verify.proof import Prover
 from tests.optimizer.zero_runs import STRATEGIES, Outcome, run_zero, same, zero_config
 from tests.verify.networks import network
 
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+STEPS = 2
+Zero = Callable[..., list[Outcome]]
 
 
-def first(outcomes: list[Outcome]) -> Outcome:
-    return outcomes[0]
+def overlap(strategy: str) -> dict[str, bool]:
+    return {"overlap_grad_reduce": True} | ({"overlap_param_gather": True} if strategy != "no_shard" else {})
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_with_one_microbatch_all_stages_are_equal_bit_by_bit(pool: ProcessPool, precision: str) -> None:
-    bf16 = precision == "bf16"
-    outcomes = [first(run_zero(pool, zero_config(strategy, bf16=bf16), 2)) for strategy in STRATEGIES]
+@pytest.fixture(scope="module")
+def zero(pool: ProcessPool) -> Zero:
+    """What each rank of a run with a strategy, a number of ranks and flags saw. Several laws speak of one run."""
+
+    @functools.cache
+    def run(strategy: str, ranks: int = 2, **flags: Any) -> list[Outcome]:
+        return run_zero(pool, zero_config(strategy, dp=ranks, **flags), ranks, STEPS)
+
+    return run
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_with_one_microbatch_all_stages_are_equal_bit_by_bit(zero: Zero, bf16: bool) -> None:
+    outcomes = [zero(strategy, bf16=bf16)[0] for strategy in STRATEGIES]
     assert all(same(outcomes[0], other) for other in outcomes[1:])
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_with_several_microbatches_0_is_1_and_2_is_3_bit_by_bit(pool: ProcessPool, tied: bool) -> None:
-    config = [zero_config(strategy, microbatches=3, tied=tied) for strategy in STRATEGIES]
-    none, optim, grads, params = (first(run_zero(pool, each, 2)) for each in config)
+def test_with_several_microbatches_0_is_1_and_2_is_3_bit_by_bit(zero: Zero, tied: bool) -> None:
+    none, optim, grads, params = (zero(strategy, tied=tied, microbatches=3)[0] for strategy in STRATEGIES)
     assert same(none, optim)
     assert same(grads, params)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_overlap_changes_no_bit(pool: ProcessPool, strategy: str) -> None:
-    plain = first(run_zero(pool, zero_config(strategy, microbatches=2), 2))
-    overlap = OVERLAP if strategy != "no_shard" else {"overlap_grad_reduce": True}
-    assert same(plain, first(run_zero(pool, zero_config(strategy, microbatches=2, **overlap), 2)))
+def test_overlap_changes_no_bit(zero: Zero, strategy: str) -> None:
+    plain, overlapped = (zero(strategy, tied=False, microbatches=3, **more)[0] for more in ({}, overlap(strategy)))
+    assert same(plain, overlapped)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
-def test_bucket_sizes_from_one_parameter_to_all_change_no_bit(pool: ProcessPool, strategy: str) -> None:
-    overlap = OVERLAP if strategy != "no_shard" else {"overlap_grad_reduce": True}
-    outcomes = [
-        first(run_zero(pool, zero_config(strategy, microbatches=2, ddp_bucket_size=size, **overlap), 2))
-        for size in (1, 5_000, 10**9)
-    ]
+def test_bucket_sizes_from_one_parameter_to_all_change_no_bit(zero: Zero, strategy: str) -> None:
+    sizes: list[dict[str, int]] = [{"ddp_bucket_size": 1}, {"ddp_bucket_size": 5_000}, {}]
+    outcomes = [zero(strategy, tied=False, microbatches=3, **overlap(strategy), **size)[0] for size in sizes]
     assert len(outcomes[0].buckets) > len(outcomes[1].buckets) > len(outcomes[2].buckets) == 1
     assert all(same(outcomes[0], other) for other in outcomes[1:])
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.3])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
-def test_an_update_on_the_host_changes_no_bit(pool: ProcessPool, strategy: str, fraction: float) -> None:
+def test_an_update_on_the_host_changes_no_bit(zero: Zero, strategy: str, fraction: float) -> None:
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
-    plain, hosted = (first(run_zero(pool, zero_config(strategy, **flags), 2)) for flags in ({}, offload))
+    plain, hosted = (zero(strategy, bf16=False, **flags)[0] for flags in ({}, offload))
     assert same(plain, hosted)
     assert hosted.held["host"] >= 0.9 * fraction * 12 * hosted.held["elements"] / (2 if strategy != "no_shard" else 1)
 
@@ -63,7 +73,7 @@ def test_an_update_on_the_host_changes_no_bit(pool: ProcessPool, strategy: str, 
 def test_four_shards_equal_one_process(pool: ProcessPool, strategy: str) -> None:
     """Other layouts with sharding: see the matrix of `verify`."""
     variant = Variant(dp=4, sharding=strategy)
-    difference = Prover(pool, steps=3).prove(variant.apply(network(variant)), 4)
+    difference = Prover(pool, steps=STEPS).prove(variant.apply(network(variant)), 4)
     assert difference.worst <= 1e-10, difference
 
 
@@ -76,7 +86,7 @@ def test_a_rank_of_vocabulary_padding_alone_takes_part(pool: ProcessPool, pp: in
     variant = Variant(tp=2, sequence_parallel=True, pp=pp, dp=dp, schedule="1f1b", sharding=sharding)
     config = variant.apply(network(variant, tied=True))
     config.tokenizer.vocab_size, config.model.make_vocab_size_divisible_by = 100, 128
-    difference = Prover(pool, steps=3).prove(config, variant.processes)
+    difference = Prover(pool, steps=STEPS).prove(config, variant.processes)
     assert difference.worst <= 1e-10, difference
 
 
@@ -88,35 +98,35 @@ BYTES = {  # per parameter in bf16 with fp32 gradients: parameters, gradients, m
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_rank_holds_what_the_formulas_say(pool: ProcessPool, strategy: str, ranks: int) -> None:
-    for outcome in run_zero(pool, zero_config(strategy, dp=ranks, bf16=True), ranks, steps=1):
+def test_a_rank_holds_what_the_formulas_say(zero: Zero, strategy: str, ranks: int) -> None:
+    for outcome in zero(strategy, ranks, bf16=True):
         expected = [share * outcome.held["elements"] for share in BYTES[strategy](ranks)]
         assert [outcome.held[kind] for kind in ("parameters", "gradients", "main", "moments")] == expected
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_at_most_the_two_largest_units_are_gathered_at_a_time(pool: ProcessPool, overlap: bool) -> None:
-    flags = OVERLAP if overlap else {}
-    for outcome in run_zero(pool, zero_config("optim_grads_params", microbatches=2, **flags), 2, steps=2):
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_at_most_the_two_largest_units_are_gathered_at_a_time(zero: Zero, overlapped: bool) -> None:
+    flags = overlap("optim_grads_params") if overlapped else {}
+    for outcome in zero("optim_grads_params", tied=False, microbatches=3, **flags):
         assert 0 < outcome.peak_gathered <= sum(sorted(outcome.buckets)[-2:])
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_few_sharded_gradients_are_whole_at_a_time(pool: ProcessPool, strategy: str, overlap: bool) -> None:
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_few_sharded_gradients_are_whole_at_a_time(zero: Zero, strategy: str, overlapped: bool) -> None:
     """Those of the unit at work, and with overlap of the two last that are through; and one at a border of units."""
-    flags = {"num_layers": 16} | (OVERLAP if overlap else {})
+    flags: dict[str, Any] = overlap(strategy) if overlapped else {}
     flags |= {"ddp_bucket_size": 5_000} if strategy == "optim_grads" else {}
     buckets_of_a_unit = 3 if strategy == "optim_grads" else 1
-    for outcome in run_zero(pool, zero_config(strategy, microbatches=2, **flags), 2, steps=2):
-        largest = sorted(outcome.buckets)[-buckets_of_a_unit * (3 if overlap else 1) - 1 :]
+    for outcome in zero(strategy, microbatches=2, num_layers=16, **flags):
+        largest = sorted(outcome.buckets)[-buckets_of_a_unit * (3 if overlapped else 1) - 1 :]
         assert 0 < outcome.peak_gradients <= sum(largest) < 0.6 * outcome.held["elements"]
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "overlap"), [(2, 3, True), (4, 1, False)])
-def test_a_rank_sends_what_the_formulas_say(pool: ProcessPool, ranks: int, microbatches: int, overlap: bool) -> None:
+@pytest.mark.parametrize(("ranks", "microbatches", "overlapped"), [(2, 3, True), (4, 1, False)])
+def test_a_rank_sends_what_the_formulas_say(zero: Zero, ranks: int, microbatches: int, overlapped: bool) -> None:
     """In (d - 1)/d of the buckets' bytes: 2 for a reduction and a gather. Stages 2 and 3 reduce every microbatch.
 
     Stage 3 gathers for every forward and every backward, but for what isn't needed or is there already: the embedding
@@ -124,12 +134,11 @@ def test_a_rank_sends_what_the_formulas_say(pool: ProcessPool, ranks: int, micro
     ahead the final norm, for the same reason, and the first layer, whose forward follows its backward.
     """
     for strategy in STRATEGIES:
-        flags = (OVERLAP if strategy != "no_shard" else {"overlap_grad_reduce": True}) if overlap else {}
-        config = zero_config(strategy, dp=ranks, microbatches=microbatches, **flags)
-        for outcome in run_zero(pool, config, ranks, steps=2):
+        flags = overlap(strategy) if overlapped else {}
+        for outcome in zero(strategy, ranks, tied=False, microbatches=microbatches, **flags):
             sizes = outcome.bucket_sizes
             spared = microbatches * (sizes["embedding.word_embeddings.weight"] + sizes["output_layer.weight"])
-            if overlap:
+            if overlapped:
                 spared += microbatches * sizes["decoder.final_layernorm.weight"]
                 spared += (microbatches - 1) * sizes["decoder.layers.0.mlp.linear_fc1.weight"]
             whole = outcome.held["elements"]

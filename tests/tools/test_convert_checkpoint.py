@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from megalite.config.errors import FlagError, UserError
 from megalite.nn.module import named_specs
 from tests.checkpoint.huggingface import folders
-from tests.helpers import load_tool
+from tests.helpers import call_script, load_tool
 from tests.inference.checkpoints import save_tiny
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "convert_checkpoint.py"
@@ -91,7 +90,7 @@ def test_one_file_and_other_files_hold_the_same_tensors(
 
 def test_the_command_fails_with_one_line_and_status_1(tmp_path: Path) -> None:
     arguments = ["hf-to-megalite", "--hf", str(tmp_path / "nowhere"), "--save", str(tmp_path / "run")]
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+    done = call_script(SCRIPT, *arguments)
     assert done.returncode == 1
     assert done.stderr.startswith(f"convert_checkpoint.py: error: {tmp_path}/nowhere is neither a folder here nor ")
     assert done.stderr.count("\n") == 1

@@ -14,6 +14,8 @@ import pytest
 
 from megalite.data.indexed_dataset import IndexedDataset
 from tests.data.corpora import SAMPLES, write_jsonl
+from tests.e2e.runs import living
+from tests.helpers import call_script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
@@ -24,7 +26,7 @@ def command(tool: str, *words: object) -> list[str]:
 
 
 def call(tool: str, *words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(tool, *words), capture_output=True, text=True, check=False, timeout=100)
+    return call_script(ROOT / "tools" / f"{tool}.py", *words)
 
 
 def fails(status: int, tool: str, *words: object) -> str:
@@ -158,18 +160,9 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     assert list(tmp_path.glob("o*")) == []
 
 
-def processes_of(session: int) -> list[int]:
+def processes_of(leader: int) -> list[int]:
     """Live processes of a session."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == session and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+    return [pid for pid, session, _ in living() if session == leader]
 
 
 def test_the_tools_run_from_anywhere_without_installing(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import TokenizerConfig
 from megalite.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from tests.data.corpora import sentencepiece_model
-from tests.helpers import LLAMA, load_tool
+from tests.helpers import LLAMA, call_script, load_tool
 from tests.inference.checkpoints import save_hf, save_tiny
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "generate.py"
@@ -62,8 +62,7 @@ def as_json(tool: ModuleType, capsys: pytest.CaptureFixture[str], *arguments: st
 
 def test_the_command_prints_one_json_object_a_prompt(run: Path) -> None:
     prompts = ["--prompt", "The quick", "--prompt", "今天天气很好", "--prompt", ""]
-    command = [sys.executable, str(SCRIPT), *words(run, *prompts, *SAMPLED, "--json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = call_script(SCRIPT, *words(run, *prompts, *SAMPLED, "--json"))
     assert done.returncode == 0, done.stderr
     objects = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["prompt"] for one in objects] == ["The quick", "今天天气很好", ""]

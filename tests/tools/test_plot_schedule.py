@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import call_script
 from tests.pipeline.test_timeline import write_run
 
 TOOL = Path(__file__).resolve().parent.parent.parent / "tools" / "plot_schedule.py"
 
 
-def call(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOL), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-
-
 def test_a_simulated_schedule_is_drawn_as_png(tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     words = ("--schedule", "interleaved", "--stages", 4, "--chunks", 2, "--microbatches", 8)
-    done = call(*words, "--out", picture)
+    done = call_script(TOOL, *words, "--out", picture)
     assert done.returncode == 0, done.stderr
     assert "makespan 28.5, bubble 15.8%" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -33,7 +27,7 @@ def test_a_measured_run_is_drawn_below_its_prediction_as_svg(tmp_path: Path) -> 
     write_run(tmp_path, steps=2)
     picture = tmp_path / "picture.svg"
     words = ("--schedule", "1f1b", "--microbatches", 3, "--timeline", tmp_path, "--measured-costs")
-    done = call(*words, "--out", picture)
+    done = call_script(TOOL, *words, "--out", picture)
     assert done.returncode == 0, done.stderr
     assert "1f1b, 2 stages, 3 microbatches: makespan 21 ms" in done.stdout
     assert "step 2 of 2: makespan 21.5 ms" in done.stdout
@@ -57,9 +51,7 @@ def test_a_measured_run_is_drawn_below_its_prediction_as_svg(tmp_path: Path) -> 
     ],
 )
 def test_bad_flags_exit_2_with_one_line(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(TOOL), *words], capture_output=True, text=True, check=False, timeout=100, cwd=tmp_path
-    )
+    done = call_script(TOOL, *words, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -67,6 +59,6 @@ def test_bad_flags_exit_2_with_one_line(tmp_path: Path, words: tuple[str, ...], 
 
 
 def test_a_folder_without_a_timeline_exits_1(tmp_path: Path) -> None:
-    done = call("--timeline", tmp_path, "--out", tmp_path / "x.png")
+    done = call_script(TOOL, "--timeline", tmp_path, "--out", tmp_path / "x.png")
     assert done.returncode == 1
     assert "there is no rank_N.jsonl" in done.stderr
