@@ -26,7 +26,7 @@ from megalite.nn.attention import try_kernel
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.optimizer.fused import check_adam_backend
 from megalite.optimizer.schedule import BatchSchedule
-from megalite.peft.adapter import adapter_problems
+from megalite.peft.checks import adapter_problems, check_resumed_adapter
 from megalite.peft.files import base_note, with_adapter_settings
 from megalite.training import resume
 from megalite.training.base_model import check_base_weights, read_adapter_flags, read_base_model
@@ -141,7 +141,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         if config.peft.peft != "none":
             found, weights_only = resume.locate(config.checkpoint)
             if found is not None:
-                resume.check_adapter(found, config, weights_only=weights_only)
+                check_resumed_adapter(found, config, weights_only=weights_only)
         _refuse([*vocabulary_problems(config, tokenizer), *task.problems()])
         prompts = task.prompts()
         if config.peft.prompt_init_text is not None and not tokenizer.tokenize(config.peft.prompt_init_text):

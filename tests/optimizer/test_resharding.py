@@ -16,7 +16,7 @@ from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.training.prepare import prepare_config
-from megalite.training.run import Run
+from megalite.training.run import build_run
 from megalite.verify.configs import resolved
 from megalite.verify.layouts import Variant
 from tests.optimizer.zero_runs import STRATEGIES, assemble_pieces
@@ -26,7 +26,7 @@ from tests.verify.networks import FOUR_LAYERS, network
 def _train_or_pass_on(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int) -> tuple[dict[str, Tensor], int]:
     """Load what there is, train, save; the whole parameters and state, and the optimizer's count of updates."""
     size = mesh.world.size
-    run = Run(prepare_config(RunConfig.from_dict(values), Environment(mesh.rank, size, mesh.rank, size)), mesh)
+    run = build_run(prepare_config(RunConfig.from_dict(values), Environment(mesh.rank, size, mesh.rank, size)), mesh)
     for _ in range(steps):
         run.trainer.step()
     run.save()

@@ -21,7 +21,7 @@ from megalite.models.stages import stage_spans
 from megalite.models.whole import outputs
 from megalite.nn.attention_backend import choose_backend
 from megalite.nn.module import Build, initialize_pieces, specs_of
-from megalite.peft.adapter import load_adapter, plan_adapter, save_adapter
+from megalite.peft.adapter import load_adapter, plan_adapter
 from megalite.peft.files import with_adapter_settings
 from megalite.precision.policy import Precision
 from megalite.training.base_model import base_names, load_base_model
@@ -63,10 +63,7 @@ def make_and_save(
     if peft.load_adapter is None:
         loud = (piece._replace(spec=replace(piece.spec, init=Init(std=0.3))) for piece in pieces)
         initialize_pieces(loud, 11)
-    save_adapter(
-        target, pieces, plan=plan, model=stages[0].config, mesh=mesh, vocab_size=VOCABULARY, sharded=False,
-        class_names=classes,
-    )  # fmt: skip
+    plan.save(target, pieces, mesh, sharded=False, class_names=classes)
 
 
 @torch.no_grad()

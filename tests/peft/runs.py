@@ -13,10 +13,10 @@ from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.nn.module import specs_of
-from megalite.peft.adapter import gather, save_adapter
+from megalite.peft.adapter import gather
 from megalite.training.diagnostics import gather_gradients
 from megalite.training.prepare import prepare_config
-from megalite.training.run import Run
+from megalite.training.run import Run, build_run
 from megalite.verify.configs import resolved
 from megalite.verify.trace import stir
 from tests.verify.networks import FOUR_LAYERS, network
@@ -55,14 +55,14 @@ def adapter_config(peft: str, *, llama: bool = True, **overrides: Any) -> RunCon
 
 
 def _frozen(run: Run) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p, _ in specs_of(run.stages) if not p.requires_grad}
+    return {name: p.detach().clone() for name, p, _ in specs_of(run.model.stages) if not p.requires_grad}
 
 
 def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int, directory: str | None = None) -> Outcome:
     """Some steps of a resolved configuration, then the adapter saved to `directory`."""
     size = mesh.world.size
     environment = Environment(mesh.rank, size, mesh.rank, size)
-    run = Run(prepare_config(RunConfig.from_dict(values), environment), mesh)
+    run = build_run(prepare_config(RunConfig.from_dict(values), environment), mesh)
     if run.state.iteration == 0:
         stir(run)
     before = _frozen(run)
@@ -74,12 +74,8 @@ def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int, directory: 
     sharded = run.optimizer.sharding.parameters
     pieces = run.optimizer.parameter_pieces
     if directory is not None:
-        assert run.adapter is not None
-        vocab_size = run.prepared.tokenizer.vocab_size
-        save_adapter(
-            directory, pieces().values(), plan=run.adapter, model=run.config.model, mesh=mesh, vocab_size=vocab_size,
-            sharded=sharded,
-        )  # fmt: skip
+        assert run.model.adapter is not None
+        run.model.adapter.save(directory, pieces().values(), mesh, sharded=sharded)
     adapter = gather(pieces().values(), mesh, sharded=sharded)
     outcome = Outcome(
         [record.lm_loss for record in records],

@@ -15,7 +15,7 @@ from megalite.estimate.memory import MemoryEstimate
 from megalite.training import report
 from megalite.training.prepare import prepare, prepare_config
 from megalite.training.report import check_memory, memory_by_stage
-from megalite.training.run import Run
+from megalite.training.run import build_run
 from tests.peft.runs import adapter_config
 
 COMMAND = (
@@ -28,9 +28,9 @@ COMMAND = (
 def test_what_is_predicted_without_a_model_is_what_the_model_then_holds(peft: str) -> None:
     prepared = prepare_config(resolve(adapter_config(peft), 1), Environment())
     (predicted,) = memory_by_stage(prepared.config, prepared.vocab_size, prepared.backend, 1)
-    run = Run(prepared, single_process_mesh())
+    run = build_run(prepared, single_process_mesh())
     run.close()
-    parameters = [parameter for stage in run.stages for parameter in stage.parameters()]
+    parameters = [parameter for stage in run.model.stages for parameter in stage.parameters()]
     trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     assert predicted.parameters == sum(parameter.nbytes for parameter in parameters)
     assert predicted.main_gradients == trained and predicted.moments == 2 * trained
