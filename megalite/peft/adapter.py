@@ -27,7 +27,7 @@ from megalite.optimizer.gradient_norm import holders
 from megalite.optimizer.optimizer import Optimizer
 from megalite.peft.apply import Scale, apply_peft, prompt_from_text, scales_of
 from megalite.peft.convert import PROMPT, from_peft, to_peft
-from megalite.peft.files import read_adapter, with_adapter_settings, write_adapter
+from megalite.peft.files import peft_config, read_adapter, write_adapter
 from megalite.peft.modules import widths_of
 from megalite.precision.policy import Precision
 
@@ -120,7 +120,7 @@ def load_adapter(model: GPTStage, directory: str, *, mesh: Mesh, precision: Prec
 
     Raises a `CheckpointError` where the folder is missing, damaged or of another model.
     """
-    peft = with_adapter_settings(PeftConfig(load_adapter=directory))
+    peft = peft_config(directory)
     plan = plan_adapter(peft, model.config, model.vocab_size, mesh.world)
     plan.apply([model], mesh=mesh, precision=precision, seed=0)
     plan.fill([model], [whole(*entry) for entry in named_specs(model)])

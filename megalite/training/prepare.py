@@ -27,7 +27,7 @@ from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.optimizer.fused import check_adam_backend
 from megalite.optimizer.schedule import BatchSchedule
 from megalite.peft.checks import adapter_problems, check_resumed_adapter
-from megalite.peft.files import base_note, with_adapter_settings
+from megalite.peft.files import base_note
 from megalite.training import resume
 from megalite.training.base_model import check_base_weights, read_adapter_flags, read_base_model
 from megalite.training.evaluation import Prompts
@@ -120,7 +120,6 @@ def prepare(
 def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[str] = ()) -> Prepared:
     """The packages' own checks of a resolved configuration. Mistakes are a FlagError."""
     try:
-        config.peft = with_adapter_settings(config.peft)
         device = choose_device(config.layout.device, environment)
         if config.training.deterministic_mode:
             prepare_determinism(device)

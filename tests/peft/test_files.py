@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megalite.config.entry import fill_from_adapter
 from megalite.config.errors import FlagError, UserError
+from megalite.config.schema import RunConfig
 from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.peft.adapter import plan_adapter
 from megalite.peft.convert import from_peft
-from megalite.peft.files import base_note, read_adapter, with_adapter_settings
+from megalite.peft.files import adapter_settings, base_note, peft_config, read_adapter
 from tests.models.hf_models import VOCABULARY, llama_like
 from tests.peft.interop import make_and_save, stages_of
 
@@ -40,12 +42,12 @@ def _edit(folder: Path, **changes: Any) -> None:
 def _load(base: Path, adapter: Path) -> None:
     mesh = single_process_mesh()
     (model,) = stages_of(str(base), mesh)
-    plan_adapter(with_adapter_settings(PeftConfig(load_adapter=str(adapter))), model.config, VOCABULARY, mesh.world)
+    plan_adapter(peft_config(adapter), model.config, VOCABULARY, mesh.world)
 
 
 def test_a_folder_that_is_missing_or_damaged_is_named(base: Path) -> None:
     with pytest.raises(UserError, match="nowhere holds no adapter_config.json"):
-        with_adapter_settings(PeftConfig(load_adapter="nowhere"))
+        peft_config("nowhere")
     folder = _save(base, {"peft": "lora"})
     (folder / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(UserError, match=r"adapter_model\.safetensors"):
@@ -171,14 +173,16 @@ def test_an_adapter_of_another_name_is_told(base: Path) -> None:
 
 def test_the_folder_says_kind_rank_scale_and_length(base: Path) -> None:
     folder = _save(base, {"peft": "lora", "lora_rank": 3, "lora_alpha": 5, "use_rslora": True})
-    settled = with_adapter_settings(PeftConfig(load_adapter=str(folder)))
-    assert (settled.peft, settled.lora_rank, settled.lora_alpha, settled.use_rslora) == ("lora", 3, 5, True)
+    config = RunConfig(peft=PeftConfig(load_adapter=str(folder), lora_rank=4))
     with pytest.raises(FlagError, match="--lora-rank 4: --load-adapter .* has 3"):
-        with_adapter_settings(PeftConfig(load_adapter=str(folder), lora_rank=4))
+        fill_from_adapter(config, adapter_settings(folder), {"peft.lora_rank"})
+    fill_from_adapter(config, adapter_settings(folder), ())
+    filled = config.peft
+    assert (filled.peft, filled.lora_rank, filled.lora_alpha, filled.use_rslora) == ("lora", 3, 5, True)
     folder = _save(base, {"peft": "prompt", "num_virtual_tokens": 3})
-    assert with_adapter_settings(PeftConfig(load_adapter=str(folder))).num_virtual_tokens == 3
     with pytest.raises(FlagError, match="--peft lora: --load-adapter .* has prompt"):
-        with_adapter_settings(PeftConfig(peft="lora", load_adapter=str(folder)))
+        fill_from_adapter(config, adapter_settings(folder), {"peft.peft"})
+    assert peft_config(folder).num_virtual_tokens == 3
 
 
 def test_targets_get_short_names_only_where_they_mean_no_other_layer(tmp_path: Path) -> None:

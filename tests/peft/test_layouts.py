@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megalite.distributed.pool import ProcessPool
-from tests.peft.runs import Outcome, adapter_config, run_adapter, worst
+from megalite.verify.proof import compare
+from tests.peft.runs import Outcome, adapter_config, run_adapter
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"peft": "lora", "lora_target_modules": ["all-linear"]},
@@ -65,6 +66,6 @@ def test_losses_and_gradients_equal_one_process(pool: ProcessPool, kind: str, la
     outcomes = run_adapter(pool, adapter_config(**KINDS[kind], **flags), ranks)
     truth = _truth(pool, kind)
     assert truth.losses[0] != truth.losses[-1]
-    assert worst(outcomes[0], truth) <= 1e-10
+    assert compare(outcomes[0], truth).worst <= 1e-10
     for outcome in outcomes:
         assert all(torch.equal(outcome.before[name], outcome.after[name]) for name in outcome.before)

@@ -14,7 +14,7 @@ from megalite.checkpoint.huggingface.config import read_huggingface_config
 from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.peft.adapter import AdapterPlan, plan_adapter
-from megalite.peft.files import with_adapter_settings
+from megalite.peft.files import peft_config
 from tests.models.hf_models import VOCABULARY, gpt2, llama_like
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -50,7 +50,7 @@ def test_lora_multiplies_a_token_by_as_many_weights_as_in_peft(tmp_path: Path, c
     before = _forward_flops(model, tokens)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **values)).eval()
     adapted.save_pretrained(str(adapter))
-    plan = _plan(with_adapter_settings(PeftConfig(load_adapter=str(adapter))), base)
+    plan = _plan(peft_config(adapter), base)
     for head in (False, True):
         work = plan.work(head=head)
         assert 2 * tokens.numel() * work.matmul == _forward_flops(adapted, tokens) - before > 0

@@ -24,7 +24,7 @@ from megalite.training.prepare import Prepared, prepare_config
 from megalite.training.run import build_run
 from megalite.training.trainer import NonFiniteError, summed_over_ranks
 from tests.e2e.runs import checkpoint, checkpoint_tensors, training_state
-from tests.peft.runs import adapter_config
+from tests.peft.runs import adapter_config, build
 
 
 def prepared(peft: str = "none", **fields: Any) -> Prepared:
@@ -48,7 +48,7 @@ def test_a_run_that_only_skips_steps_deletes_no_good_checkpoint_and_leaves_the_a
     finish(prepared("lora", **common | {"train_iters": 3}))
     kept = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
     skipping = {"nan_action": "skip", "max_skips_in_a_row": 6}
-    run = build_run(prepared("lora", **common, **skipping), single_process_mesh())
+    run = build(adapter_config("lora", **common, **skipping))
     step = run.trainer._forward_backward
     run.trainer._forward_backward = lambda *args: step(*args) * math.nan  # type: ignore[method-assign]
     with pytest.raises(NonFiniteError, match="--max-skips-in-a-row 6"):
@@ -81,7 +81,7 @@ def test_prompts_are_tokenized_before_the_run_and_not_again(capsys: pytest.Captu
 
 
 def test_a_step_without_a_counted_token_has_no_loss() -> None:
-    run = build_run(prepared(eval_iters=0), single_process_mesh())
+    run = build(adapter_config("none", eval_iters=0))
     batches = run.trainer.microbatches
     run.trainer.microbatches = (replace(each, loss_mask=torch.zeros_like(each.loss_mask)) for each in batches)
     record = run.trainer.step()
@@ -116,7 +116,7 @@ def test_the_first_skip_in_fp16_is_explained_once(capsys: pytest.CaptureFixture[
 def test_an_interrupt_tells_what_is_lost(
     saves: bool, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = build_run(prepared(eval_iters=0, save=str(tmp_path) if saves else None), single_process_mesh())
+    run = build(adapter_config("none", eval_iters=0, save=str(tmp_path) if saves else None))
     loop, step = Loop(run), run.trainer.step
     steps = iter([step, step])
     run.trainer.step = lambda: next(steps, _interrupt)()  # type: ignore[method-assign]

@@ -10,13 +10,11 @@ import torch
 from megalite.config.errors import FlagError
 from megalite.config.resolve import resolve
 from megalite.distributed.launch import Environment
-from megalite.distributed.mesh import single_process_mesh
 from megalite.estimate.memory import MemoryEstimate
 from megalite.training import report
 from megalite.training.prepare import prepare, prepare_config
 from megalite.training.report import check_memory, memory_by_stage
-from megalite.training.run import build_run
-from tests.peft.runs import adapter_config
+from tests.peft.runs import adapter_config, build
 
 COMMAND = (
     "--seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
@@ -28,7 +26,7 @@ COMMAND = (
 def test_what_is_predicted_without_a_model_is_what_the_model_then_holds(peft: str) -> None:
     prepared = prepare_config(resolve(adapter_config(peft), 1), Environment())
     (predicted,) = memory_by_stage(prepared.config, prepared.vocab_size, prepared.backend, 1)
-    run = build_run(prepared, single_process_mesh())
+    run = build(adapter_config(peft))
     run.close()
     parameters = [parameter for stage in run.model.stages for parameter in stage.parameters()]
     trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
