@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megalite.config.errors import FlagError
+from megalite.config.errors import refuse
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,17 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         """Raises a FlagError that names every number out of range."""
-        problems = []
-        if self.max_new_tokens < 1:
-            problems.append(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
-        if not 0.0 <= self.temperature < math.inf:
-            problems.append(f"--temperature {self.temperature} must be 0 (greedy) or a positive number")
-        if self.top_k is not None and self.top_k < 1:
-            problems.append(f"--top-k {self.top_k} must be at least 1; leave it out to sample among all tokens")
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            problems.append(
-                f"--top-p {self.top_p} must be above 0 and at most 1; leave it out to sample among all tokens"
-            )
-        if not 0 <= self.seed < 2**63:
-            problems.append(f"--seed {self.seed} must be between 0 and {2**63 - 1}")
-        if problems:
-            raise FlagError("\n".join(problems))
+        k, p, rest = self.top_k, self.top_p, "leave it out to sample among all tokens"
+        right = {
+            f"--max-new-tokens {self.max_new_tokens} must be at least 1": self.max_new_tokens >= 1,
+            f"--temperature {self.temperature} must be 0 (greedy) or a positive number": 0
+            <= self.temperature
+            < math.inf,
+            f"--top-k {k} must be at least 1; {rest}": k is None or k >= 1,
+            f"--top-p {p} must be above 0 and at most 1; {rest}": p is None or 0 < p <= 1,
+            f"--seed {self.seed} must be between 0 and {2**63 - 1}": 0 <= self.seed < 2**63,
+        }
+        refuse([problem for problem, holds in right.items() if not holds])
 
     @property
     def greedy(self) -> bool:
@@ -113,5 +109,4 @@ def check_mode(given: argparse.Namespace) -> None:
             problems.append(f"{name} needs --chat or --serve")
     if given.serve_memory is not None and given.serve is None:
         problems.append("--serve-memory needs --serve")
-    if problems:
-        raise FlagError("\n".join(problems))
+    refuse(problems)

@@ -13,7 +13,6 @@ from megalite.training.metrics import EvaluationRecord, StepRecord, evaluated_sp
 from megalite.training.report import opening_block, say, size
 from megalite.training.run import Run
 from megalite.training.signals import StopRequests
-from megalite.training.task import TASKS
 
 
 class Loop:
@@ -21,25 +20,16 @@ class Loop:
 
     def __init__(self, run: Run):
         """Prints the block that describes the run. Collective over the world."""
-        self.config, self.mesh, self.parts = run.config, run.mesh, run
-        self.trainer, self.state = run.trainer, run.state
-        config, mesh = self.config, self.mesh
-        self.say = partial(say, mesh)
-        self.total_iterations = run.trainer.batches.total_iterations(config)
-        threads, state = run.prepared.threads, self.state
-        block = opening_block(
-            run.model,
-            run.datasets,
-            threads=threads,
-            iteration=state.iteration,
-            total_iterations=self.total_iterations,
-        )
-        self.say(block)
+        config, mesh, done = run.config, run.mesh, run.state.iteration
+        self.parts, self.trainer, self.state = run, run.trainer, run.state
+        self.config, self.mesh, self.say = config, mesh, partial(say, mesh)
+        self.total_iterations = total = run.trainer.batches.total_iterations(config)
+        self.say(opening_block(run.model, run.datasets, threads=run.prepared.threads, iteration=done, of=total))
         measure = run.prepared.task.decisions(mesh)
         self.evaluator = Evaluator(config, mesh, run.engine, run.feed.evaluation, measure, self.say)
         evaluated = ("valid", "test") if config.validation.eval_iters > 0 else ()
         self.splits = [split for split in evaluated if getattr(run.datasets, split) is not None]
-        self.sinks = make_sinks(config, self.total_iterations, state.iteration) if mesh.is_first else []
+        self.sinks = make_sinks(config, total, done) if mesh.is_first else []
         self.stops = StopRequests(config.training, mesh)
         self.profiler = Profiler(config.logging, Path(config.logging.tensorboard_dir or "profile"), mesh.rank)
         self._measures_step = config.logging.log_memory
@@ -160,8 +150,7 @@ class Loop:
         # One beyond the interval, at the end, isn't counted: a run that goes on later reads as if there were no end.
         if split == "valid" and not validation.full_validation and self._due(validation.eval_interval):
             state.consumed_valid_samples += validation.eval_iters * training.global_batch_size
-        of_tokens = TASKS[self.config.finetune.task].of_tokens
-        record = EvaluationRecord(state.iteration, split, loss, scores, of_tokens)
+        record = EvaluationRecord(state.iteration, split, loss, scores, self.parts.prepared.task.of_tokens)
         for sink in self.sinks:
             sink.evaluation(record)
         if split == "valid":

@@ -15,7 +15,7 @@ from megalite.checkpoint.checkpoint import read_config as read_checkpoint_config
 from megalite.checkpoint.storage import refuse_other_kind
 from megalite.config.batches import batch_size_stages
 from megalite.config.entry import Loaders, fill, read_config
-from megalite.config.errors import FlagError, UserError
+from megalite.config.errors import FlagError, UserError, refuse
 from megalite.config.schema import CheckpointConfig, RunConfig
 from megalite.data.splits import check_token_files, tokenizer_notes
 from megalite.data.tokenizer_base import Tokenizer
@@ -127,7 +127,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         with deterministic(config.training.deterministic_mode):
             try_kernel(config, backend, device)
         problems = [*check_token_files(config), *check_sinks(config), *check_adam_backend(config, device.type)]
-        _refuse([*problems, *run_problems(config, environment.world_size)])
+        refuse([*problems, *run_problems(config, environment.world_size)])
         for folder in filter(None, (config.checkpoint.load, config.checkpoint.pretrained_checkpoint)):
             refuse_other_kind(Path(folder), "--load")
         tokenizer = build_tokenizer(config.tokenizer)
@@ -136,17 +136,17 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
         notes = [*notes, *tokenizer_notes(config, tokenizer)]
         if config.finetune.load_hf is not None and (config.peft.peft != "none" or _starts_fresh(config)):
-            _refuse(check_base_weights(config.finetune.load_hf))
+            refuse(check_base_weights(config.finetune.load_hf))
         if config.peft.peft != "none":
             found, weights_only = resume.locate(config.checkpoint)
             if found is not None:
                 check_resumed_adapter(found, config, weights_only=weights_only)
-        _refuse([*vocabulary_problems(config, tokenizer), *task.problems()])
+        refuse([*vocabulary_problems(config, tokenizer), *task.problems()])
         prompts = task.prompts()
         if config.peft.prompt_init_text is not None and not tokenizer.tokenize(config.peft.prompt_init_text):
             raise FlagError(f"--prompt-init-text {config.peft.prompt_init_text!r} has no tokens: give it some text")
         rows = config.model.model_vocab_size or tokenizer.vocab_size
-        _refuse(adapter_problems(config, rows, backend, device.type))
+        refuse(adapter_problems(config, rows, backend, device.type))
     except ValueError as error:
         raise FlagError(str(error)) from error
     threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)
@@ -167,11 +167,6 @@ def _loaders() -> Loaders:
 def _starts_fresh(config: RunConfig) -> bool:
     """Whether no checkpoint is there to start from."""
     return resume.locate(config.checkpoint)[0] is None
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise FlagError("\n".join(problems))
 
 
 def vocabulary_problems(config: RunConfig, tokenizer: Tokenizer) -> list[str]:

@@ -156,10 +156,9 @@ def _layout_line(config: RunConfig, mesh: Mesh, threads: int) -> str:
     return f"layout: {sizes} on {mesh.device.type}, {threads} threads each{extra}"
 
 
-def opening_block(
-    model: TrainedModel, datasets: Datasets, *, threads: int, iteration: int, total_iterations: int
-) -> str:
-    """The whole block as text. `iteration`: the last one that is done. Collective over the model's ranks."""
+def opening_block(model: TrainedModel, datasets: Datasets, *, threads: int, iteration: int, of: int) -> str:
+    """The whole block as text. `iteration`: the last one that is done, `of` so many. Collective over the model's
+    ranks."""
     config, backend = model.config, model.stages[0].backend
     training, short = config.training, TASKS[config.finetune.task].short_samples
     lines = [
@@ -168,7 +167,7 @@ def opening_block(
         f"precision: {model.precision.name}; attention: {backend.kernel} ({backend.reason}); "
         f"norm: torch {config.model.normalization}; optimizer: {model.optimizer.description}",
         f"batch: {training.global_batch_size} sequences of {'up to ' if short else ''}{config.data.seq_length} tokens "
-        f"a step, micro batch {training.micro_batch_size}; {total_iterations:,} steps, starting after {iteration:,}",
+        f"a step, micro batch {training.micro_batch_size}; {of:,} steps, starting after {iteration:,}",
         *(f"data: {summary.line()}" for summary in datasets.summaries),
     ]
     return "\n".join(["=" * 80, *(f" {line}" for line in lines), "=" * 80])

@@ -130,15 +130,6 @@ def _interrupt() -> StepRecord:
     raise KeyboardInterrupt
 
 
-def test_a_resume_whose_end_lies_behind_it_says_so_with_the_flag(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    finish(prepared(**places(tmp_path), train_iters=3))
-    finish(prepared(**places(tmp_path), train_iters=2))
-    line = "nothing left to train: iteration 3 is done, and the run ends at 2; a larger --train-iters trains on"
-    assert line in capsys.readouterr().out
-
-
 def test_a_long_evaluation_tells_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
