@@ -28,12 +28,10 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         """Raises a FlagError that names every number out of range."""
-        k, p, rest = self.top_k, self.top_p, "leave it out to sample among all tokens"
+        k, p, t, rest = self.top_k, self.top_p, self.temperature, "leave it out to sample among all tokens"
         right = {
             f"--max-new-tokens {self.max_new_tokens} must be at least 1": self.max_new_tokens >= 1,
-            f"--temperature {self.temperature} must be 0 (greedy) or a positive number": 0
-            <= self.temperature
-            < math.inf,
+            f"--temperature {t} must be 0 (greedy) or a positive number": 0 <= t < math.inf,
             f"--top-k {k} must be at least 1; {rest}": k is None or k >= 1,
             f"--top-p {p} must be above 0 and at most 1; {rest}": p is None or 0 < p <= 1,
             f"--seed {self.seed} must be between 0 and {2**63 - 1}": 0 <= self.seed < 2**63,

@@ -45,13 +45,11 @@ class Timers:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def line(self, iterations: int) -> str | None:
-        """One line with mean milliseconds per iteration since the last call, or None; starts over."""
-        if not self.totals:
-            return None
+    def lines(self, iterations: int) -> list[str]:
+        """A line with mean milliseconds per iteration since the last call, if anything was timed; starts over."""
         parts = [f"{name}: {1e3 * total / iterations:.2f}" for name, total in self.totals.items()]
         self.totals = {}
-        return " time per iteration (ms) | " + " | ".join(parts)
+        return [" time per iteration (ms) | " + " | ".join(parts)] if parts else []
 
 
 class Profiler:

@@ -102,7 +102,8 @@ class Loop:
                 self.say("the loss scale is being found: skipped steps at the start are normal with --fp16")
             for sink in self.sinks:
                 sink.step(record)
-            self._report_timers()
+            if state.iteration % config.logging.log_interval == 0:
+                self.say(*self.trainer.timers.lines(config.logging.log_interval))
             last = state.iteration >= self.total_iterations
             if last or self._due(config.validation.eval_interval):
                 self._evaluate("valid")
@@ -166,10 +167,3 @@ class Loop:
             length = self.config.data.seq_length
             written = Continuations(self.mesh, parts.engine, tokenizer, prompts, length).texts()
             self.say(*(f"prompt: {p}\n  model: {answer}" for p, answer in zip(prompts.texts, written, strict=True)))
-
-    def _report_timers(self) -> None:
-        interval = self.config.logging.log_interval
-        if self.state.iteration % interval == 0:
-            line = self.trainer.timers.line(interval)
-            if line is not None:
-                self.say(line)

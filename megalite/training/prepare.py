@@ -128,18 +128,19 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
             try_kernel(config, backend, device)
         problems = [*check_token_files(config), *check_sinks(config), *check_adam_backend(config, device.type)]
         refuse([*problems, *run_problems(config, environment.world_size)])
-        for folder in filter(None, (config.checkpoint.load, config.checkpoint.pretrained_checkpoint)):
-            refuse_other_kind(Path(folder), "--load")
+        for given in filter(None, (config.checkpoint.load, config.checkpoint.pretrained_checkpoint)):
+            refuse_other_kind(Path(given), "--load")
         tokenizer = build_tokenizer(config.tokenizer)
         task = TASKS[config.finetune.task](config, tokenizer)
         if task.of_tokens:
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
         notes = [*notes, *tokenizer_notes(config, tokenizer)]
-        if config.finetune.load_hf is not None and (config.peft.peft != "none" or _starts_fresh(config)):
-            refuse(check_base_weights(config.finetune.load_hf))
-        if config.peft.peft != "none":
+        folder, adapted = config.finetune.load_hf, config.peft.peft != "none"
+        if folder is not None or adapted:
             found, weights_only = resume.locate(config.checkpoint)
-            if found is not None:
+            if folder is not None and (adapted or found is None):
+                refuse(check_base_weights(folder))
+            if adapted and found is not None:
                 check_resumed_adapter(found, config, weights_only=weights_only)
         refuse([*vocabulary_problems(config, tokenizer), *task.problems()])
         prompts = task.prompts()
@@ -150,8 +151,8 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
     except ValueError as error:
         raise FlagError(str(error)) from error
     threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)
-    if config.peft.load_adapter is not None and config.finetune.load_hf is not None:
-        notes = [*notes, *filter(None, [base_note(config.peft.load_adapter, config.finetune.load_hf)])]
+    if config.peft.load_adapter is not None and folder is not None:
+        notes = [*notes, *filter(None, [base_note(config.peft.load_adapter, folder)])]
     return Prepared(config, list(notes), environment, device, threads, backend, tokenizer, task, prompts)
 
 
@@ -162,11 +163,6 @@ def fill_config(config: RunConfig, explicit: Collection[str]) -> list[str]:
 
 def _loaders() -> Loaders:
     return Loaders(_checkpoint_config, read_base_model, read_adapter_flags)
-
-
-def _starts_fresh(config: RunConfig) -> bool:
-    """Whether no checkpoint is there to start from."""
-    return resume.locate(config.checkpoint)[0] is None
 
 
 def vocabulary_problems(config: RunConfig, tokenizer: Tokenizer) -> list[str]:

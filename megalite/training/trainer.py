@@ -62,7 +62,8 @@ class Trainer:
         """One step: data, forward and backward, reduction, judgement, update. Collective over the world."""
         samples = self.batches.at(self.progress.state.consumed_samples)
         with self.timers.section("batch-generator", 2):
-            microbatches = [next(self.microbatches) for _ in range(self._count(samples))]
+            count = samples // (self.config.training.micro_batch_size * self.mesh.dp.size)
+            microbatches = [next(self.microbatches) for _ in range(count)]
         tokens = self._count_tokens(microbatches)
         loss_scale = self.progress.scaler.scale
         loss = self._forward_backward(microbatches, tokens[0], loss_scale)
@@ -75,10 +76,6 @@ class Trainer:
             result = self.optimizer.measure(loss_scale)
         counted, processed = map(int, tokens.tolist())
         return self._finish(samples, counted, processed, float(loss.item()), loss_scale, result)
-
-    def _count(self, samples: int) -> int:
-        """Microbatches of this rank in a global batch of `samples`."""
-        return samples // (self.config.training.micro_batch_size * self.mesh.dp.size)
 
     def _count_tokens(self, microbatches: list[Microbatch]) -> Tensor:
         """Tokens of the global batch, int64 [2] on the device: those whose loss counts, over which it is the mean, and
@@ -129,7 +126,8 @@ class Trainer:
         state.skipped += not finite
         state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
         state.nans += math.isnan(loss)
-        elapsed = self._elapsed()
+        now = time.perf_counter()
+        elapsed, self._ended = now - self._ended, now
         flops = tokens * self.model.flops_per_token(tokens / samples)
         return StepRecord(
             iteration=state.iteration,
@@ -178,12 +176,6 @@ class Trainer:
                 f"--max-skips-in-a-row {training.max_skips_in_a_row}: the run doesn't recover. Restart from an "
                 "earlier checkpoint (--ckpt-step) with a lower --lr"
             )
-
-    def _elapsed(self) -> float:
-        """Seconds since the last step ended (or `restart_clock`)."""
-        now = time.perf_counter()
-        elapsed, self._ended = now - self._ended, now
-        return elapsed
 
     def restart_clock(self) -> None:
         """Leave what happened since the last step (an evaluation, a save) out of the next step's time."""
