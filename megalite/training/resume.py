@@ -7,13 +7,13 @@ run's main parameters as its weights, and the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.checkpoint import load_checkpoint, read_config, read_training_state, save_checkpoint
-from megalite.checkpoint.errors import CheckpointError, agree
+from megalite.checkpoint.errors import CheckpointError, agree, on_first_rank
 from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.metadata import describe
 from megalite.checkpoint.storage import (
@@ -29,7 +29,7 @@ from megalite.config.schema import CheckpointConfig, RunConfig
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.distributed.collectives import broadcast_object
 from megalite.distributed.mesh import Mesh
-from megalite.distributed.pieces import whole
+from megalite.distributed.pieces import Piece, whole
 from megalite.nn.module import specs_of
 from megalite.optimizer.schedule import BatchSchedule, Schedule
 from megalite.peft.checks import check_resumed_adapter, refuse_adapter
@@ -161,10 +161,8 @@ def _fill_beside_adapter(
 def _load_frozen(directory: CheckpointDirectory, model: TrainedModel) -> None:
     """Fill the weights that aren't trained from another model's checkpoint."""
     refuse_adapter(directory)
-    stored, half = set(describe(directory)), model.precision.needs_main_parameters
     pieces = (whole(f"model.{name}", p, spec) for name, p, spec in specs_of(model.stages) if not p.requires_grad)
-    named = (piece._replace(name=_source_key(piece.name, stored, half=half)) for piece in pieces)
-    load_checkpoint(directory, mesh=model.mesh, pieces=named)
+    load_checkpoint(directory, mesh=model.mesh, pieces=_named_by_source(pieces, directory, model))
 
 
 def save(model: TrainedModel, progress: Progress, root: str, *, retain: Retention, beside: Mapping[str, bytes]) -> Path:
@@ -182,15 +180,17 @@ def save(model: TrainedModel, progress: Progress, root: str, *, retain: Retentio
     )
 
 
-def _source_key(key: str, stored: set[str], *, half: bool) -> str:
-    """Which stored entry fills `key`: a wide weight takes a half-precision run's main parameter, and a main parameter
-    takes a wide run's weight."""
-    main = key.replace("model.", "optimizer.main.", 1)
-    if key.startswith("model.") and not half and main in stored:
-        return main
-    if key.startswith("optimizer.main.") and key not in stored:
-        return key.replace("optimizer.main.", "model.", 1)
-    return key
+def _named_by_source(pieces: Iterable[Piece], directory: CheckpointDirectory, model: TrainedModel) -> Iterator[Piece]:
+    """Pieces named by the stored entries that fill them: a wide weight takes a half-precision run's main parameter, and
+    a main parameter takes a wide run's weight."""
+    stored, half = set(describe(directory)), model.precision.needs_main_parameters
+    for piece in pieces:
+        key, main = piece.name, piece.name.replace("model.", "optimizer.main.", 1)
+        if key.startswith("model.") and not half and main in stored:
+            key = main
+        elif key.startswith("optimizer.main.") and key not in stored:
+            key = key.replace("optimizer.main.", "model.", 1)
+        yield piece._replace(name=key)
 
 
 def locate(config: CheckpointConfig) -> tuple[CheckpointDirectory | None, bool]:
@@ -216,19 +216,11 @@ def locate_together(config: CheckpointConfig, mesh: Mesh) -> tuple[CheckpointDir
 
     All ranks raise the same error where one of them can't see it whole. Collective over the world.
     """
-    answer: tuple[CheckpointDirectory | None, bool] = (None, False)
-    error = None
-    if mesh.is_first:
-        try:
-            answer = locate(config)
-        except UserError as raised:
-            error = str(raised)
-    answer, error = broadcast_object((answer, error), mesh.world)
-    if error is not None:
-        raise CheckpointError(error)
-    found = answer[0]
+    located: list[tuple[CheckpointDirectory | None, bool]] = []
+    on_first_rank(lambda: located.append(locate(config)), mesh.world)
+    found, weights_only = broadcast_object(located[0] if located else None, mesh.world)
     agree(None if found is None else problem(found.path), mesh.world)
-    return answer
+    return found, weights_only
 
 
 def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress, *, weights_only: bool) -> list[str]:
@@ -245,17 +237,10 @@ def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress
         raise CheckpointError(
             f"{directory.path} holds no optimizer state: load its weights alone with --no-load-optim or --finetune"
         )
-    half = model.precision.needs_main_parameters
-    load_checkpoint(
-        directory,
-        mesh=model.mesh,
-        pieces=(
-            piece._replace(name=_source_key(piece.name, stored, half=half))
-            for piece in model.entries(state=with_optimizer, frozen=model.adapter is None)
-            if not (new_head and piece.name == f"model.{HEAD}")
-        ),
-        strict=not new_head,
-    )
+    entries = model.entries(state=with_optimizer, frozen=model.adapter is None)
+    wanted = (piece for piece in entries if not (new_head and piece.name == f"model.{HEAD}"))
+    pieces = _named_by_source(wanted, directory, model)
+    load_checkpoint(directory, mesh=model.mesh, pieces=pieces, strict=not new_head)
     optimizer.parameters_loaded(with_state=with_optimizer)
     if weights_only:
         return []
