@@ -106,7 +106,7 @@ def load_for_generation(root: str, *, step: int | None = None, given: Mapping[st
     rows = None if embedding is None else embedding.shape[0]
     loaded = _without_weights(config, rows, str(found.path), root, source)
     load_checkpoint(found.path, mesh=loaded.mesh, pieces=loaded.pieces(), strict=True)
-    loaded.notes += filter(None, [found.note, f"iteration {found.iteration} of {root}, {loaded.format}"])
+    loaded.notes.extend(filter(None, [found.note, f"iteration {found.iteration} of {root}, {loaded.format}"]))
     return loaded
 
 
@@ -129,7 +129,7 @@ def load_huggingface_for_generation(
     config = override(config, given or {})
     loaded = _without_weights(config, found.vocab_size, folder, folder, Path(folder))
     load_huggingface(folder, mesh=loaded.mesh, pieces=loaded.pieces())
-    loaded.notes += [*found.notes, f"{folder}, {loaded.format}"]
+    loaded.notes.extend([*found.notes, f"{folder}, {loaded.format}"])
     return loaded
 
 

@@ -65,6 +65,25 @@ class TrainedModel:
         return training_flops_per_token(self.config.model, outputs, seq_length, self.adapter_work)
 
 
+def build_stages(
+    config: RunConfig,
+    mesh: Mesh,
+    precision: Precision,
+    vocab_size: int,
+    backend: AttentionBackend,
+    classes: int | None,
+    *,
+    without_values: bool = False,
+) -> list[GPTStage]:
+    """A rank's chunks, not initialised. On the device `meta` they have shapes and no memory."""
+    recompute = Recompute.from_config(config.training)
+    stages = []
+    for span in stage_spans(config)[mesh.pp.rank]:
+        build = Build(config.model, mesh, precision, recompute=recompute, without_values=without_values)
+        stages.append(GPTStage(build, vocab_size, span, backend, classes))
+    return stages
+
+
 def build_model(
     config: RunConfig,
     mesh: Mesh,
@@ -80,11 +99,8 @@ def build_model(
     sharding = Sharding.from_config(config.layout, config.optimizer, mesh.dp_cp.size)
     # Sharded parameters get values from their shards; frozen ones are not sharded.
     without_values = sharding.parameters and config.peft.peft == "none"
-    outputs, recompute = None if classes is None else len(classes), Recompute.from_config(config.training)
-    stages = []
-    for span in stage_spans(config)[mesh.pp.rank]:
-        build = Build(config.model, mesh, precision, recompute=recompute, without_values=without_values)
-        stages.append(GPTStage(build, vocab_size, span, backend, outputs))
+    outputs = None if classes is None else len(classes)
+    stages = build_stages(config, mesh, precision, vocab_size, backend, outputs, without_values=without_values)
     folder, seed = config.finetune.load_hf, config.training.seed
     from_base = set() if folder is None else base_names(folder, (name for name, _, _ in specs_of(stages)))
     if not without_values:

@@ -16,17 +16,15 @@ from megalite.distributed.mesh import Mesh
 from megalite.estimate.activations import chunk_activations
 from megalite.estimate.memory import MemoryEstimate, estimate_memory, free_machine_memory, machine_memory
 from megalite.models.gpt import GPTStage
-from megalite.models.stages import stage_spans
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.embedding import padded_vocabulary
-from megalite.nn.module import Build
 from megalite.peft.apply import apply_peft
 from megalite.peft.apply import count_parameters as owned_parameters
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.timeline import peak_live
 from megalite.precision.policy import Precision
 from megalite.training.executor import Plan
-from megalite.training.model import TrainedModel
+from megalite.training.model import TrainedModel, build_stages
 from megalite.training.task import TASKS
 
 
@@ -94,10 +92,9 @@ def memory_by_stage(
     # How many classes there are the data may have to tell; a head is small.
     classes = None if TASKS[config.finetune.task].of_tokens else len(config.finetune.class_names or [""])
     estimates, actions = [], Plan(config, 0).training_of_all(config.microbatches_per_step(layout.dp))
-    for rank, spans in enumerate(stage_spans(config)):
+    for rank in range(layout.pp):
         mesh = Mesh(layout, layout.rank_at(pp=rank), torch.device("meta"), {})
-        build = Build(config.model, mesh, precision)
-        stages = [GPTStage(build, vocab_size, span, backend, classes) for span in spans]
+        stages = build_stages(config, mesh, precision, vocab_size, backend, classes)
         apply_peft(stages, config.peft, mesh=mesh, precision=precision, seed=0)
         estimates.append(predicted_memory(config, stages, actions[rank], mesh))
     return estimates
