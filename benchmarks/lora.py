@@ -25,7 +25,7 @@ from megalite.config.fields import section_names
 from megalite.data.microbatch import Microbatch
 from megalite.distributed.launch import Environment, start
 from megalite.training.prepare import prepare
-from megalite.training.run import Run
+from megalite.training.run import build_run
 
 RANK, ALPHA, RATE, THREADS = 16, 32, 1e-4, 2
 FLAGS = (
@@ -44,7 +44,7 @@ class Ours:
         environment = Environment()
         prepared = prepare(words, environment, program="lora.py", description="", sections=section_names())
         self._mesh = start(prepared.config.layout, environment, prepared.device)
-        self.run = Run(prepared, self._mesh.__enter__())
+        self.run = build_run(prepared, self._mesh.__enter__())
         self._source = self.run.trainer.microbatches
 
     def draw(self) -> list[Microbatch]:

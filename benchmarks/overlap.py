@@ -20,7 +20,7 @@ from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.optimizer.transport import Pending, Transport
 from megalite.training.prepare import prepare_config
-from megalite.training.run import Run
+from megalite.training.run import build_run
 from megalite.verify.configs import resolved
 from megalite.verify.layouts import SHARDINGS
 
@@ -84,7 +84,7 @@ def measure(
     size = mesh.world.size
     transport = SlowTransport()
     environment = Environment(mesh.rank, size, mesh.rank, size)
-    run = Run(prepare_config(RunConfig.from_dict(values), environment), mesh, transport=transport)
+    run = build_run(prepare_config(RunConfig.from_dict(values), environment), mesh, transport=transport)
     results: list[tuple[float, float]] = []
     for share in [0.0, *shares]:
         before = transport.collectives

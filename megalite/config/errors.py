@@ -18,6 +18,12 @@ class FlagError(UserError):
     """A bad flag or combination of flags, found before any process group exists. Entry points exit with status 2."""
 
 
+def refuse(problems: list[str]) -> None:
+    """Raise one FlagError with all `problems`, if there are any."""
+    if problems:
+        raise FlagError("\n".join(problems))
+
+
 def listed(items: Iterable[str], *, shown: int = 8, before: str = "\n  ") -> str:
     """Items of a message, each with `before` in front of it: the first few, then how many more there are."""
     items = list(items)

@@ -72,6 +72,15 @@ class LoadedModel:
         each = characters_per_id(self.tokenizer)
         return None if each is None else each * (self.context - 1)
 
+    @property
+    def format(self) -> str:
+        """Number format and device."""
+        return f"{Precision.from_config(self.config.precision).name} on {self.mesh.device}"
+
+    def pieces(self) -> list[Piece]:
+        """Its weights, as checkpoints name them."""
+        return [whole(f"model.{name}", parameter, spec) for name, parameter, spec in named_specs(self.model)]
+
     def with_adapter(self, folder: str, notes: Iterable[str]) -> LoadedModel:
         """What it is once the adapter in `folder` has been put on, which may know more ends of a text."""
         name, ends = f"{self.name}+{name_of(folder)}", self.ends | stored_ends(together(Path(folder)))
@@ -94,10 +103,11 @@ def load_for_generation(root: str, *, step: int | None = None, given: Mapping[st
     embedding = describe(found.path).get(EMBEDDING_KEY)
     _check_kind(found.path, config, whole_model=embedding is not None)
     source = Path(root, FOLDER) if Path(root, FOLDER).is_dir() else origin(config)
-    prepared = _Prepared(config, str(found.path), None if embedding is None else embedding.shape[0], source)
-    load_checkpoint(found.path, mesh=prepared.mesh, pieces=prepared.pieces(), strict=True)
-    notes = [found.note] if found.note else []
-    return prepared.loaded(root, [*notes, f"iteration {found.iteration} of {root}"])
+    rows = None if embedding is None else embedding.shape[0]
+    loaded = _without_weights(config, rows, str(found.path), root, source)
+    load_checkpoint(found.path, mesh=loaded.mesh, pieces=loaded.pieces(), strict=True)
+    loaded.notes.extend(filter(None, [found.note, f"iteration {found.iteration} of {root}, {loaded.format}"]))
+    return loaded
 
 
 def load_huggingface_for_generation(
@@ -117,39 +127,28 @@ def load_huggingface_for_generation(
     config.precision.fp16 = largest == "torch.float16"
     config.precision.fp64 = largest == "torch.float64"
     config = override(config, given or {})
-    prepared = _Prepared(config, folder, found.vocab_size, Path(folder))
-    load_huggingface(folder, mesh=prepared.mesh, pieces=prepared.pieces())
-    return prepared.loaded(folder, [*found.notes, folder])
+    loaded = _without_weights(config, found.vocab_size, folder, folder, Path(folder))
+    load_huggingface(folder, mesh=loaded.mesh, pieces=loaded.pieces())
+    loaded.notes.extend([*found.notes, f"{folder}, {loaded.format}"])
+    return loaded
 
 
-class _Prepared:
-    """Tokenizer and a model without weights. `rows`: of the stored vocabulary, None where it isn't known. `source`: the
-    Hugging Face folder that the weights descend from."""
-
-    def __init__(self, config: RunConfig, where: str, rows: int | None, source: Path | None):
-        device = choose_device(config.layout.device, Environment())
-        set_threads(config.layout.threads_per_rank, 1)
-        self.config, self.source = config, source
-        self.tokenizer = build_tokenizer(config.tokenizer)
-        self.rows = self.tokenizer.vocab_size if rows is None else rows
-        _check_vocabulary(self.rows, self.tokenizer, config, where)
-        self.mesh = single_process_mesh(device)
-        self.model = build_whole(config, self.rows, self.mesh).requires_grad_(False)
-
-    def pieces(self) -> list[Piece]:
-        return [whole(f"model.{name}", parameter, spec) for name, parameter, spec in named_specs(self.model)]
-
-    def loaded(self, folder: str, notes: list[str]) -> LoadedModel:
-        """`notes`: the last one names what was loaded."""
-        precision = Precision.from_config(self.config.precision).name
-        notes[-1] += f", {precision} on {self.mesh.device}"
-        own = self.source is not None and shares_ids(self.source, self.config.tokenizer)
-        ends = stored_ends(self.source) if own else set()
-        if self.tokenizer.eod is not None:
-            ends.add(self.tokenizer.eod)
-        unknown = torch.tensor(unknown_ids(self.tokenizer, self.rows), dtype=torch.int64)
-        name = name_of(folder)
-        return LoadedModel(self.model, self.tokenizer, self.config, self.mesh, notes, frozenset(ends), unknown, name)
+def _without_weights(config: RunConfig, rows: int | None, where: str, folder: str, source: Path | None) -> LoadedModel:
+    """All but the weights. `rows`: of the stored vocabulary, None where it isn't known. `where`: for messages.
+    `folder`: as the user gave it. `source`: the Hugging Face folder that the weights descend from."""
+    device = choose_device(config.layout.device, Environment())
+    set_threads(config.layout.threads_per_rank, 1)
+    tokenizer = build_tokenizer(config.tokenizer)
+    rows = tokenizer.vocab_size if rows is None else rows
+    _check_vocabulary(rows, tokenizer, config, where)
+    mesh = single_process_mesh(device)
+    model = build_whole(config, rows, mesh).requires_grad_(False)
+    own = source is not None and shares_ids(source, config.tokenizer)
+    ends = stored_ends(source) if own else set()
+    if tokenizer.eod is not None:
+        ends.add(tokenizer.eod)
+    unknown = torch.tensor(unknown_ids(tokenizer, rows), dtype=torch.int64)
+    return LoadedModel(model, tokenizer, config, mesh, [], frozenset(ends), unknown, name_of(folder))
 
 
 def name_of(folder: str) -> str:

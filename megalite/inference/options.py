@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megalite.config.errors import FlagError
+from megalite.config.errors import refuse
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,17 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         """Raises a FlagError that names every number out of range."""
-        problems = []
-        if self.max_new_tokens < 1:
-            problems.append(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
-        if not 0.0 <= self.temperature < math.inf:
-            problems.append(f"--temperature {self.temperature} must be 0 (greedy) or a positive number")
-        if self.top_k is not None and self.top_k < 1:
-            problems.append(f"--top-k {self.top_k} must be at least 1; leave it out to sample among all tokens")
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            problems.append(
-                f"--top-p {self.top_p} must be above 0 and at most 1; leave it out to sample among all tokens"
-            )
-        if not 0 <= self.seed < 2**63:
-            problems.append(f"--seed {self.seed} must be between 0 and {2**63 - 1}")
-        if problems:
-            raise FlagError("\n".join(problems))
+        count, t, k, p, seed = self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.seed
+        rest = "leave it out to sample among all tokens"
+        _refuse_if(
+            {
+                f"--max-new-tokens {count} must be at least 1": count < 1,
+                f"--temperature {t} must be 0 (greedy) or a positive number": not 0 <= t < math.inf,
+                f"--top-k {k} must be at least 1; {rest}": k is not None and k < 1,
+                f"--top-p {p} must be above 0 and at most 1; {rest}": p is not None and not 0 < p <= 1,
+                f"--seed {seed} must be between 0 and {2**63 - 1}": not 0 <= seed < 2**63,
+            }
+        )
 
     @property
     def greedy(self) -> bool:
@@ -89,29 +85,31 @@ def read_prompt(path: str) -> str:
 
 def check_mode(given: argparse.Namespace) -> None:
     """A FlagError where the flags of the command line don't say what to do, or contradict each other."""
-    problems = []
-    if (given.load is None) == (given.load_hf is None):
-        problems.append("give exactly one of --load and --load-hf")
-    if given.ckpt_step is not None and given.load is None:
-        problems.append("--ckpt-step needs --load")
-    if given.serve is not None:
-        if not 0 <= given.serve < 2**16:
-            problems.append(f"--serve {given.serve} must be a port from 0 (any free port) to 65535")
-        missing = [name for name in ("pydantic", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-        if missing:
-            problems.append(f"--serve needs {', '.join(missing)}: pip install -e '.[serve]' in megalite's folder")
-        if given.prompts or given.json:
-            problems.append("--serve takes its prompts from requests: leave --prompt, --prompt-file and --json out")
-        if given.serve_memory is not None and not 0 < given.serve_memory < math.inf:
-            problems.append(f"--serve-memory {given.serve_memory} must be a positive number of GiB")
-    elif not given.prompts and not given.chat:
-        problems.append("nothing to do: give --prompt, --prompt-file, --chat or --serve")
-    if given.json and not given.prompts and given.serve is None:
-        problems.append("--json needs --prompt or --prompt-file")
-    for name, value in (("--chat-template", given.chat_template), ("--system", given.system)):
-        if value is not None and not given.chat and given.serve is None:
-            problems.append(f"{name} needs --chat or --serve")
-    if given.serve_memory is not None and given.serve is None:
-        problems.append("--serve-memory needs --serve")
-    if problems:
-        raise FlagError("\n".join(problems))
+    serving, port, memory = given.serve is not None, given.serve, given.serve_memory
+    needed = ("pydantic", "starlette", "uvicorn") if serving else ()
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    asked, converses = bool(given.prompts), given.chat or serving
+    _refuse_if(
+        {
+            "give exactly one of --load and --load-hf": (given.load is None) == (given.load_hf is None),
+            "--ckpt-step needs --load": given.ckpt_step is not None and given.load is None,
+            f"--serve {port} must be a port from 0 (any free port) to 65535": serving and not 0 <= port < 2**16,
+            f"--serve needs {', '.join(missing)}: pip install -e '.[serve]' in megalite's folder": bool(missing),
+            "--serve takes its prompts from requests: leave --prompt, --prompt-file and --json out": (
+                serving and (asked or given.json)
+            ),
+            f"--serve-memory {memory} must be a positive number of GiB": (
+                serving and memory is not None and not 0 < memory < math.inf
+            ),
+            "nothing to do: give --prompt, --prompt-file, --chat or --serve": not (asked or converses),
+            "--json needs --prompt or --prompt-file": given.json and not asked and not serving,
+            "--chat-template needs --chat or --serve": given.chat_template is not None and not converses,
+            "--system needs --chat or --serve": given.system is not None and not converses,
+            "--serve-memory needs --serve": memory is not None and not serving,
+        }
+    )
+
+
+def _refuse_if(problems: dict[str, bool]) -> None:
+    """A FlagError with the texts of those that are the case."""
+    refuse([text for text, is_so in problems.items() if is_so])

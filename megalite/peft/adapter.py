@@ -6,47 +6,49 @@ loading takes each rank's out of the whole. An adapter is small enough to be who
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
-from megalite.config.fields import adapter_folders
-from megalite.config.schema import ModelConfig, RunConfig
+from megalite.checkpoint.huggingface.hub import published_name
+from megalite.config.schema import ModelConfig
 from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.collectives import gather_tensors
 from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.pieces import Piece, counts, whole
 from megalite.estimate.model import AdapterWork
 from megalite.models.gpt import GPTStage
-from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.module import named_specs
+from megalite.optimizer.optimizer import Optimizer
 from megalite.peft.apply import Scale, apply_peft, prompt_from_text, scales_of
-from megalite.peft.convert import PROMPT, architecture_of, from_peft, to_peft
-from megalite.peft.files import read_adapter, with_adapter_settings, write_adapter
+from megalite.peft.convert import PROMPT, from_peft, to_peft
+from megalite.peft.files import peft_config, read_adapter, write_adapter
 from megalite.peft.modules import widths_of
-from megalite.peft.virtual import backend_problem
 from megalite.precision.policy import Precision
 
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """What to build and what to fill it with. `peft`: complete. `scales`: LoRA's targets. `values`: whole parameters by
-    global name from the folder of `--load-adapter`; empty where none was given."""
+    """What to build beside a `model` with `vocab_size` rows, and what to fill it with. `peft`: complete. `scales`:
+    LoRA's targets. `values`: whole parameters by global name from the folder of `--load-adapter`; empty where none was
+    given."""
 
     peft: PeftConfig
+    model: ModelConfig
+    vocab_size: int
     scales: dict[str, Scale]
     values: dict[str, Tensor]
 
-    def work(self, model: ModelConfig, *, head: bool) -> AdapterWork:
+    def work(self, *, head: bool) -> AdapterWork:
         """What it adds to the work for a token. `head`: a classifier's is trained too."""
-        assert model.num_layers is not None
+        assert self.model.num_layers is not None
         if self.peft.peft == "lora":
-            sizes = (scale.rank * sum(widths_of(part, model)) for part, scale in self.scales.items())
-            return AdapterWork(model.num_layers * sum(sizes), head)
+            sizes = (scale.rank * sum(widths_of(part, self.model)) for part, scale in self.scales.items())
+            return AdapterWork(self.model.num_layers * sum(sizes), head)
         return AdapterWork(0, head, self.peft.num_virtual_tokens, computed=self.peft.peft == "prompt")
 
     def apply(self, stages: Sequence[GPTStage], *, mesh: Mesh, precision: Precision, seed: int) -> None:
@@ -68,26 +70,30 @@ class AdapterPlan:
             for _, start, view in piece.held() if piece.name in values else ():
                 view.copy_(values[piece.name][tuple(slice(a, a + n) for a, n in zip(start, view.shape, strict=True))])
 
+    def save(
+        self,
+        directory: str,
+        pieces: Iterable[Piece],
+        mesh: Mesh,
+        *,
+        base: str | None = None,
+        class_names: Sequence[str] | None = None,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Write `directory` in PEFT's format from the trained parameters' pieces. Collective over the world.
 
-def adapter_problems(config: RunConfig, vocab_size: int, backend: AttentionBackend, device_type: str) -> list[str]:
-    """Problems, before any process group exists, of a resolved configuration whose section `peft` is complete: virtual
-    tokens need a mask, a saved adapter a Hugging Face architecture that has this network, `--load-adapter` a
-    folder that fits it."""
-    peft = config.peft
-    problems = list(filter(None, [backend_problem(backend, peft.peft, device_type)]))
-    for flag, folder in adapter_folders(config).items():
-        if peft.peft == "lora" and (error := attempt(lambda: architecture_of(config.model, vocab_size))):
-            problems.append(f"{flag} {folder}: {error}")
-        if (Path(folder) / "config.json").exists():
-            problems.append(
-                f"{flag} {folder} is a model's folder, and transformers would then always load the model with the "
-                "adapter: give another folder"
-            )
-    if (directory := peft.load_adapter) is not None:
-        classes = len(config.finetune.class_names or ()) if config.finetune.task == "classification" else None
-        if error := attempt(lambda: from_peft(read_adapter(directory), config.model, vocab_size, classes)):
-            problems.append(f"--load-adapter: {error}")
-    return problems
+        `base`: the model's Hugging Face folder, where known.
+        `class_names`: a classifier's, in order. `beside`: the files of tokenizer, chat template and generation settings
+        that the model was trained with, as PEFT's users keep them there. All ranks raise the same error where it can't
+        be written.
+        """
+        values = gather(pieces, mesh)
+
+        def write() -> None:
+            config, tensors = to_peft(values, self.model, self.peft, self.scales, self.vocab_size, base)
+            write_adapter(directory, config, tensors, class_names, beside)
+
+        on_first_rank(write, mesh.world)
 
 
 def plan_adapter(
@@ -99,12 +105,12 @@ def plan_adapter(
     of another model.
     """
     if peft.load_adapter is None:
-        return AdapterPlan(peft, scales_of(peft, model) if peft.peft == "lora" else {}, {})
+        return AdapterPlan(peft, model, vocab_size, scales_of(peft, model) if peft.peft == "lora" else {}, {})
     directory = peft.load_adapter
     found: list[tuple[dict[str, Tensor], dict[str, Scale]]] = []
     agree(attempt(lambda: found.append(from_peft(read_adapter(directory), model, vocab_size, classes))), group)
     values, scales = found[0]
-    return AdapterPlan(peft, scales, values)
+    return AdapterPlan(peft, model, vocab_size, scales, values)
 
 
 def load_adapter(model: GPTStage, directory: str, *, mesh: Mesh, precision: Precision) -> PeftConfig:
@@ -112,7 +118,7 @@ def load_adapter(model: GPTStage, directory: str, *, mesh: Mesh, precision: Prec
 
     Raises a `CheckpointError` where the folder is missing, damaged or of another model.
     """
-    peft = with_adapter_settings(PeftConfig(load_adapter=directory))
+    peft = peft_config(directory)
     plan = plan_adapter(peft, model.config, model.vocab_size, mesh.world)
     plan.apply([model], mesh=mesh, precision=precision, seed=0)
     plan.fill([model], [whole(*entry) for entry in named_specs(model)])
@@ -121,8 +127,8 @@ def load_adapter(model: GPTStage, directory: str, *, mesh: Mesh, precision: Prec
 
 
 def gather(pieces: Iterable[Piece], mesh: Mesh) -> dict[str, Tensor]:
-    """Whole trained parameters on the CPU of the first rank, by global name, from the pieces that ranks hold; nothing
-    on the others. Collective over the world."""
+    """Whole trained parameters, or their gradients, on the CPU of the first rank, by global name, from the pieces that
+    ranks hold; nothing on the others. Collective over the world."""
     mine = [
         ((piece.name, piece.spec.shape, start), view.detach())
         for piece in pieces
@@ -136,33 +142,53 @@ def gather(pieces: Iterable[Piece], mesh: Mesh) -> dict[str, Tensor]:
     return result
 
 
-def save_adapter(
-    directory: str,
-    pieces: Iterable[Piece],
-    *,
-    plan: AdapterPlan,
-    model: ModelConfig,
-    mesh: Mesh,
-    vocab_size: int,
-    base: str | None = None,
-    class_names: Sequence[str] | None = None,
-    beside: Mapping[str, bytes] | None = None,
-    flag: str = "--save-adapter",
-) -> None:
-    """Write `directory` in PEFT's format from the trained parameters' pieces. Collective over the world.
+class AdapterSaver:
+    """Writes a run's adapter where `--save-adapter` and `--save-best-adapter` ask for it. `classes`, `beside`: see
+    `AdapterPlan.save`. `say`: prints a line on the first rank. All methods are collective over the world."""
 
-    `base`: the model's Hugging Face folder, where known.
-    `class_names`: a classifier's, in order. `beside`: the files of tokenizer, chat template and generation settings
-    that the model was trained with, as PEFT's users keep them there. `flag`: which one named the folder. All ranks
-    raise the same error where it can't be written.
-    """
-    values = gather(pieces, mesh)
+    def __init__(
+        self,
+        plan: AdapterPlan,
+        optimizer: Optimizer,
+        base: str | None,
+        *,
+        classes: Sequence[str] | None,
+        beside: Mapping[str, bytes],
+        say: Callable[[str], None],
+    ):
+        """`base`: the folder of `--load-hf`."""
+        self.plan, self.optimizer, self.say = plan, optimizer, say
+        self.base, self.classes, self.beside = None if base is None else published_name(base), classes, beside
+        self._saved_at = -1
 
-    def write() -> None:
-        config, tensors = to_peft(values, model, plan.peft, plan.scales, vocab_size, base)
-        write_adapter(directory, config, tensors, class_names, beside)
+    def save(self, iteration: int) -> None:
+        """Of `--save-adapter`, once a step."""
+        directory = self.plan.peft.save_adapter
+        if directory is not None and self._saved_at != iteration:
+            self._saved_at = iteration
+            self._write("--save-adapter", directory)
+            self.say(f"saved the adapter in {directory}")
 
-    try:
-        on_first_rank(write, mesh.world)
-    except CheckpointError as error:
-        raise CheckpointError(f"{flag} {directory}: {error}") from error
+    def save_if_best(self, loss: float, best: float | None) -> float | None:
+        """Of `--save-best-adapter`, after a validation; the lowest loss so far, of which `best` was the one before."""
+        directory = self.plan.peft.save_best_adapter
+        if directory is None or not loss < (math.inf if best is None else best):
+            return best
+        self._write("--save-best-adapter", directory)
+        self.say(f"saved the adapter in {directory}: validation loss {loss:.6g} is the lowest so far")
+        return loss
+
+    def _write(self, flag: str, directory: str) -> None:
+        optimizer = self.optimizer
+        pieces = optimizer.parameter_pieces().values()
+        try:
+            self.plan.save(
+                directory,
+                pieces,
+                optimizer.mesh,
+                base=self.base,
+                class_names=self.classes,
+                beside=self.beside,
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"{flag} {directory}: {error}") from error

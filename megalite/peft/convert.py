@@ -24,15 +24,7 @@ from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.param_spec import Shape
 from megalite.peft.apply import Scale
 from megalite.peft.files import EMBEDDINGS, PREFIX, SCORE, WEIGHTS_FILE, Adapter
-from megalite.peft.modules import (
-    LINEAR_OF,
-    HFLinear,
-    hf_linears,
-    linear_shapes,
-    output_slices,
-    overlap,
-    part_of,
-)
+from megalite.peft.modules import LINEAR_OF, HFLinear, hf_linears, linear_shapes, output_slices, overlap, part_of
 from megalite.peft.virtual import prefix_from_network
 
 PROMPT = "embedding.prompt.weight"

@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ from megalite.checkpoint.huggingface.hub import published_name
 from megalite.checkpoint.huggingface.travel import TOKENIZER_FILES, to_json, write_small_files
 from megalite.checkpoint.storage import ADAPTER_FILE as CONFIG_FILE
 from megalite.checkpoint.storage import read_json, refuse_other_kind
-from megalite.config.check_peft import contradiction
-from megalite.config.errors import FlagError, UserError
+from megalite.config.errors import UserError
 from megalite.config.schema_finetune import PeftConfig
 from megalite.files.atomic import replacing_together, together
 
@@ -253,18 +252,13 @@ def _check_pattern(pattern: str, name: str, path: Path) -> None:
         raise CheckpointError(f"{path}: {name} {pattern!r} is not a regular expression ({error})") from None
 
 
-def _positive(config: Mapping[str, Any], name: str, path: Path) -> float:
+def _positive(config: Mapping[str, Any], name: str, path: Path, *, whole: bool = False) -> float:
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CheckpointError(f"{path}: {name} must be a positive number, not {value!r}")
-    return value
-
-
-def _whole(config: Mapping[str, Any], name: str, path: Path) -> int:
-    value = _positive(config, name, path)
-    if value != int(value):
+    if whole and value != int(value):
         raise CheckpointError(f"{path}: {name} must be a whole number, not {value!r}")
-    return int(value)
+    return int(value) if whole else value
 
 
 def adapter_settings(directory: str | Path) -> dict[str, Any]:
@@ -272,28 +266,18 @@ def adapter_settings(directory: str | Path) -> dict[str, Any]:
     where, config = _read_config(directory)
     path, kind = where / CONFIG_FILE, KINDS[config["peft_type"]]
     if kind != "lora":
-        return {"peft": kind, "num_virtual_tokens": _whole(config, "num_virtual_tokens", path)}
+        return {"peft": kind, "num_virtual_tokens": _positive(config, "num_virtual_tokens", path, whole=True)}
     return {
         "peft": kind,
-        "lora_rank": _whole(config, "r", path),
+        "lora_rank": _positive(config, "r", path, whole=True),
         "lora_alpha": _positive(config, "lora_alpha", path),
         "use_rslora": bool(config.get("use_rslora")),
     }
 
 
-def with_adapter_settings(peft: PeftConfig) -> PeftConfig:
-    """`peft` with what the folder of `--load-adapter` says; itself where none is given.
-
-    A `FlagError` where a field has neither its default nor what the folder says.
-    """
-    if peft.load_adapter is None:
-        return peft
-    settings, default = adapter_settings(peft.load_adapter), PeftConfig()
-    for name, value in settings.items():
-        given = getattr(peft, name)
-        if given not in (getattr(default, name), value):
-            raise FlagError(contradiction(f"--{name.replace('_', '-')} {given}", peft.load_adapter, value))
-    return replace(peft, **settings)
+def peft_config(directory: str | Path) -> PeftConfig:
+    """The section `peft` of a run that does what an adapter's folder says. Raises as `read_adapter`."""
+    return PeftConfig(load_adapter=str(directory), **adapter_settings(directory))
 
 
 def base_note(directory: str | Path, model: str) -> str | None:

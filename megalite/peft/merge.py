@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.huggingface.classes import (
-    classifier_json,
-    padding_id,
-    padding_notes,
-    with_number_format,
-)
+from megalite.checkpoint.huggingface.classes import classifier_json, padding_id, padding_notes, with_number_format
 from megalite.checkpoint.huggingface.config import HuggingFaceModel, read_huggingface_config
 from megalite.checkpoint.huggingface.files import Entry, TensorFiles, check_absent, new_folder, write_weights
 from megalite.checkpoint.huggingface.travel import (

@@ -28,9 +28,7 @@ from megalite.distributed.pieces import Piece
 from megalite.peft.files import adapter_settings
 
 
-def read_base_model(
-    finetune: FinetuneConfig,
-) -> tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None, list[str]]:
+def read_base_model(finetune: FinetuneConfig) -> tuple[ModelConfig, TokenizerConfig, tuple[str, ...] | None, list[str]]:
     """Network and tokenizer of the Hugging Face folder of `--load-hf`, a classifier's classes, and notes for the user.
     In place of a hub's name, `finetune` gets the folder. A FlagError where they can't be read or aren't supported."""
     assert finetune.load_hf is not None

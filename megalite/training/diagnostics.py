@@ -16,10 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.config.schema import LoggingConfig
-from megalite.distributed.collectives import all_gather_objects
 from megalite.distributed.mesh import Mesh
-from megalite.distributed.pieces import counts
 from megalite.optimizer.optimizer import Optimizer
+from megalite.peft.adapter import gather
 from megalite.pipeline.schedules import Action
 
 
@@ -46,13 +45,11 @@ class Timers:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def line(self, iterations: int) -> str | None:
-        """One line with mean milliseconds per iteration since the last call, or None; starts over."""
-        if not self.totals:
-            return None
+    def lines(self, iterations: int) -> list[str]:
+        """A line with mean milliseconds per iteration since the last call, if anything was timed; starts over."""
         parts = [f"{name}: {1e3 * total / iterations:.2f}" for name, total in self.totals.items()]
         self.totals = {}
-        return " time per iteration (ms) | " + " | ".join(parts)
+        return [" time per iteration (ms) | " + " | ".join(parts)] if parts else []
 
 
 class Profiler:
@@ -117,19 +114,9 @@ class Timeline:
 
 
 def gather_gradients(optimizer: Optimizer, mesh: Mesh, loss_scale: float) -> dict[str, Tensor]:
-    """Global name → full unscaled gradient on the CPU, assembled over the ranks that share it out. Collective."""
-    parts: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]] = []
-    for piece in optimizer.gradient_pieces():
-        for box, start, view in piece.held():
-            if counts(piece, box, mesh):
-                parts.append((piece.name, piece.spec.shape, start, (view / loss_scale).cpu()))
-    everyone = all_gather_objects(parts, mesh.world)
-    gradients: dict[str, Tensor] = {}
-    for name, shape, start, view in (part for parts_of in everyone for part in parts_of):
-        if name not in gradients:
-            gradients[name] = torch.zeros(shape, dtype=view.dtype)
-        gradients[name][tuple(slice(a, a + n) for a, n in zip(start, view.shape, strict=True))] = view
-    return gradients
+    """Global name → full unscaled gradient on the CPU of the first rank; nothing on the others. Collective."""
+    gradients = gather(optimizer.gradient_pieces(), mesh)
+    return {name: gradient / loss_scale for name, gradient in gradients.items()}
 
 
 def dump_gradients(directory: str, optimizer: Optimizer, mesh: Mesh, loss_scale: float) -> None:

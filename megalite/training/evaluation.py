@@ -21,8 +21,7 @@ from megalite.data.tokenizer_base import Tokenizer
 from megalite.distributed.collectives import all_gather_objects, all_reduce
 from megalite.distributed.mesh import Mesh
 from megalite.models.gpt import GPTStage
-from megalite.pipeline.runtime import PipelineRuntime
-from megalite.training.executor import GPTExecutor, Plan
+from megalite.training.engine import Engine
 
 
 class DecisionCounts:
@@ -69,9 +68,7 @@ class Evaluator:
 
     config: RunConfig
     mesh: Mesh
-    executor: GPTExecutor
-    runtime: PipelineRuntime
-    plan: Plan
+    engine: Engine
     data: Callable[[str], Iterator[Microbatch]]
     decisions: DecisionCounts | None = None
     say: Callable[[str], None] = print
@@ -79,17 +76,16 @@ class Evaluator:
     def run(self, split: str) -> tuple[float, dict[str, float]]:
         """Mean loss in nats over the split's unmasked tokens, NaN where there are none; and of a classifier its scores.
         Collective (world)."""
-        chosen = self.data(split)
+        chosen, count = self.data(split), None
         if self.decisions is not None:
             self.decisions.clear()
+            count = self.decisions.add
         # losses and tokens; float64 so that the sum doesn't depend on how the ranks share the samples
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         validation, begun, done = self.config.validation, time.monotonic(), 0
         reported = begun
         while batches := list(itertools.islice(chosen, self.config.microbatches_per_step(self.mesh.dp.size))):
-            self.executor.begin(batches)
-            self.runtime.run(self.plan.evaluation(len(batches)))
-            sums[0] += self.executor.loss_sum
+            sums[0] += self.engine.evaluate(batches, count)
             if self.mesh.pp.rank == self.mesh.pp.size - 1:  # where the losses are
                 sums[1] += self.mesh.upload(torch.stack([batch.loss_mask.sum() for batch in batches]).sum())
             done += 1
@@ -119,7 +115,7 @@ class Continuations:
     """`length`: the most ids of a text and its answer; each of the prompts is shorter."""
 
     mesh: Mesh
-    evaluator: Evaluator
+    engine: Engine
     tokenizer: Tokenizer
     prompts: Prompts
     length: int
@@ -143,17 +139,12 @@ class Continuations:
 
     def _likeliest(self, texts: Sequence[Sequence[int]]) -> list[int]:
         """The id that follows each text; the same on all ranks."""
-        executor, found = self.evaluator.executor, []
+        found: list[list[tuple[float, int]]] = []
 
         def choose(stage: GPTStage, hidden: Tensor, batch: Microbatch) -> None:
             found.append(self._local(stage, hidden, batch))
 
-        before, executor.on_evaluated = executor.on_evaluated, choose
-        try:
-            executor.begin([self._padded(texts)])
-            self.evaluator.runtime.run(self.evaluator.plan.evaluation(1))
-        finally:
-            executor.on_evaluated = before
+        self.engine.evaluate([self._padded(texts)], choose)
         chosen = None
         if found:  # on ranks of the last stage
             shares = all_gather_objects(found[0], self.mesh.tp)

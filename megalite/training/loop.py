@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from megalite.config.schema import RunConfig
 from megalite.distributed.collectives import broadcast_object
 from megalite.training.diagnostics import Profiler
-from megalite.training.evaluation import Evaluator
-from megalite.training.metrics import EvaluationRecord, Sink, StepRecord, evaluated_splits
-from megalite.training.report import size
+from megalite.training.evaluation import Continuations, Evaluator
+from megalite.training.memory import measured_step, peak_process_memory
+from megalite.training.metrics import EvaluationRecord, StepRecord, evaluated_splits, make_sinks
+from megalite.training.report import opening_block, say, size
+from megalite.training.run import Run
 from megalite.training.signals import StopRequests
-from megalite.training.task import TASKS
-from megalite.training.trainer import Trainer
 
 
-@dataclass
 class Loop:
-    """`save` writes a checkpoint of the trainer's present state. `splits`: which of valid and test have data and are
-    wanted. `validated` is called with the loss of each evaluation on valid. `peak_memory`: bytes of the largest
-    process; collective. `first_step`: taken in place of the trainer's own first one."""
+    """The whole of a built run: steps, evaluations, saves and what is told of them."""
 
-    config: RunConfig
-    trainer: Trainer
-    evaluator: Evaluator
-    total_iterations: int
-    splits: list[str]
-    sinks: list[Sink]
-    stops: StopRequests
-    profiler: Profiler
-    save: Callable[[], None]
-    say: Callable[[str], None]
-    validated: Callable[[float], None]
-    peak_memory: Callable[[], int]
-    first_step: Callable[[], StepRecord] | None = None
+    def __init__(self, run: Run):
+        """Prints the block that describes the run. Collective over the world."""
+        config, mesh, done = run.config, run.mesh, run.state.iteration
+        self.parts, self.trainer, self.state = run, run.trainer, run.state
+        self.config, self.mesh, self.say = config, mesh, partial(say, mesh)
+        self.total_iterations = total = run.trainer.batches.total_iterations(config)
+        self.say(opening_block(run.model, run.datasets, threads=run.prepared.threads, iteration=done, of=total))
+        measure = run.prepared.task.decisions(mesh)
+        self.evaluator = Evaluator(config, mesh, run.engine, run.feed.evaluation, measure, self.say)
+        evaluated = ("valid", "test") if config.validation.eval_iters > 0 else ()
+        self.splits = [split for split in evaluated if getattr(run.datasets, split) is not None]
+        self.sinks = make_sinks(config, total, done) if mesh.is_first else []
+        self.stops = StopRequests(config.training, mesh)
+        self.profiler = Profiler(config.logging, Path(config.logging.tensorboard_dir or "profile"), mesh.rank)
+        self._measures_step = config.logging.log_memory
 
     def run(self) -> None:
         """Train to the end or to a reason to stop; then, at the end, evaluate on what there is."""
@@ -45,7 +42,7 @@ class Loop:
             places = (self.config.checkpoint.save, self.config.peft.save_best_adapter)
             saved = "nothing was" if places == (None, None) else "what came after the last save wasn't"
             self.say(
-                f"interrupted after iteration {self.trainer.state.iteration}: {saved} saved; with --save DIR "
+                f"interrupted after iteration {self.state.iteration}: {saved} saved; with --save DIR "
                 "--exit-signal-handler Ctrl-C saves"
             )
             raise
@@ -55,7 +52,7 @@ class Loop:
                 sink.close()
 
     def _run(self) -> None:
-        state, done = self.trainer.state, set[str]()
+        state, done = self.state, set[str]()
         if not self.config.validation.skip_train:
             if state.iteration >= self.total_iterations:
                 self.say(
@@ -83,9 +80,9 @@ class Loop:
         """The splits that were evaluated when an earlier run reached this iteration, as far as the metrics file says.
         Collective over the world."""
         path, found = self.config.logging.metrics_file, set[str]()
-        if path is not None and self.trainer.mesh.is_first:
-            found = evaluated_splits(Path(path), self.trainer.state.iteration)
-        found = broadcast_object(found, self.trainer.mesh.world)
+        if path is not None and self.mesh.is_first:
+            found = evaluated_splits(Path(path), self.state.iteration)
+        found = broadcast_object(found, self.mesh.world)
         for split in self.splits:
             if split in found:
                 self.say(f"{split} isn't evaluated again: {path} already has its loss at this iteration")
@@ -94,67 +91,79 @@ class Loop:
     def _train(self) -> bool:
         """Steps until the end (False) or a reason to stop (True). The last state is always saved, and at the end after
         its evaluation, so that it holds what that found."""
-        state, config = self.trainer.state, self.config
+        state, config = self.state, self.config
         begun, saved, seconds = (state.iteration, state.consumed_tokens), state.iteration, 0.0
         self.trainer.restart_clock()
         while state.iteration < self.total_iterations:
             with self.profiler.step(state.iteration + 1):
-                record = self.first_step() if self.first_step is not None else self.trainer.step()
-            self.first_step = None
+                record = self._step()
             seconds += record.elapsed_ms / 1e3
-            if record.skipped and state.iteration == 1 and self.trainer.scaler.dynamic:
+            if record.skipped and state.iteration == 1 and self.parts.progress.scaler.dynamic:
                 self.say("the loss scale is being found: skipped steps at the start are normal with --fp16")
             for sink in self.sinks:
                 sink.step(record)
-            self._report_timers()
+            if state.iteration % config.logging.log_interval == 0:
+                self.say(*self.trainer.timers.lines(config.logging.log_interval))
             last = state.iteration >= self.total_iterations
             if last or self._due(config.validation.eval_interval):
                 self._evaluate("valid")
             if last or self._due(config.checkpoint.save_interval):
-                self.save()
+                self.parts.save()
                 saved = state.iteration
             self.trainer.restart_clock()
             reason = self.stops.reason(state.iteration)
             if reason is not None:
                 self._sum_up(*begun, seconds)
                 if saved != state.iteration:
-                    self.save()
+                    self.parts.save()
                 self.say(f"exiting at iteration {state.iteration}: {reason}")
                 return True
         self._sum_up(*begun, seconds)
         return False
 
+    def _step(self) -> StepRecord:
+        """One of the trainer's; the first one with its memory, where that is asked for."""
+        if not self._measures_step:
+            return self.trainer.step()
+        self._measures_step = False
+        record, lines = measured_step(self.trainer)
+        self.say(*lines)
+        return record
+
     def _sum_up(self, iteration: int, tokens: int, seconds: float) -> None:
         """Tell what was done since `iteration` and `tokens`, and how fast."""
-        steps, tokens = self.trainer.state.iteration - iteration, self.trainer.state.consumed_tokens - tokens
+        steps, tokens = self.state.iteration - iteration, self.state.consumed_tokens - tokens
         self.say(
             f"trained {steps:,} steps of {tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s; peak "
-            f"memory per process {size(self.peak_memory())}"
+            f"memory per process {size(peak_process_memory(self.mesh))}"
         )
 
     def _due(self, interval: int | None) -> bool:
         """Whether an event of this interval falls on the present iteration."""
-        return interval is not None and self.trainer.state.iteration % interval == 0
+        return interval is not None and self.state.iteration % interval == 0
 
     def _evaluate(self, split: str) -> None:
         if split not in self.splits:
             return
-        state = self.trainer.state
+        state = self.state
         loss, scores = self.evaluator.run(split)
         validation, training = self.config.validation, self.config.training
         # One beyond the interval, at the end, isn't counted: a run that goes on later reads as if there were no end.
         if split == "valid" and not validation.full_validation and self._due(validation.eval_interval):
             state.consumed_valid_samples += validation.eval_iters * training.global_batch_size
-        of_tokens = TASKS[self.config.finetune.task].of_tokens
-        record = EvaluationRecord(state.iteration, split, loss, scores, of_tokens)
+        record = EvaluationRecord(state.iteration, split, loss, scores, self.parts.prepared.task.of_tokens)
         for sink in self.sinks:
             sink.evaluation(record)
         if split == "valid":
             self.validated(loss)
 
-    def _report_timers(self) -> None:
-        interval = self.config.logging.log_interval
-        if self.trainer.state.iteration % interval == 0:
-            line = self.trainer.timers.line(interval)
-            if line is not None:
-                self.say(line)
+    def validated(self, loss: float) -> None:
+        """Keep the best adapter and show what the model writes, where they are asked for. Collective over the world."""
+        loss, parts = broadcast_object(loss, self.mesh.world), self.parts  # so that all ranks agree
+        if parts.adapter_saver is not None:
+            self.state.best_valid_loss = parts.adapter_saver.save_if_best(loss, self.state.best_valid_loss)
+        prompts, tokenizer = parts.prepared.prompts, parts.prepared.tokenizer
+        if prompts is not None:
+            length = self.config.data.seq_length
+            written = Continuations(self.mesh, parts.engine, tokenizer, prompts, length).texts()
+            self.say(*(f"prompt: {p}\n  model: {answer}" for p, answer in zip(prompts.texts, written, strict=True)))

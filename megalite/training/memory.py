@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from megalite.distributed.collectives import all_gather_objects, all_reduce
 from megalite.distributed.mesh import Mesh
-from megalite.estimate.memory import MemoryEstimate, data_parallel_bytes
-from megalite.optimizer.optimizer import Optimizer
-from megalite.training.report import size
+from megalite.estimate.memory import data_parallel_bytes
+from megalite.training.metrics import StepRecord
+from megalite.training.report import predicted_memory, size
+from megalite.training.trainer import Trainer
 
 SHOWN_RANKS = 32
 
@@ -96,55 +97,49 @@ def _identity(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def memory_report(
-    optimizer: Optimizer,
-    mesh: Mesh,
-    *,
-    frozen: int,
-    peak: int,
-    sent: int,
-    predicted: MemoryEstimate | None,
-    microbatches: int,
-) -> list[str]:
-    """Lines for the first rank to print. `frozen`: bytes of parameters that aren't trained; `peak`: of activations and
-    temporaries; `sent`: bytes that this rank sent to other data-parallel ranks in the step. `predicted`: None where the
-    formulas don't cover the run. Collective over the world."""
-    held = optimizer.held_bytes()
+def measured_step(trainer: Trainer) -> tuple[StepRecord, list[str]]:
+    """A step, and lines for the first rank to print of the memory that it took and the bytes that data parallelism
+    sent. Collective over the world."""
+    model, optimizer, mesh = trainer.model, trainer.optimizer, trainer.mesh
+    sent = optimizer.transport.bytes_sent
+    with PeakMemory(mesh.device) as memory:
+        record = trainer.step()
+        optimizer.finish_gathers()
+    peak, held = memory.peak, optimizer.held_bytes()
     if mesh.device.type == "cpu" and optimizer.gatherer.peak_elements:
         # Their storages grow and shrink unseen by operators; on a GPU the allocator has counted them.
         peak += optimizer.gatherer.peak_elements * optimizer.buckets[0].params.element_size()
-    mine = [held["parameters"] + frozen, held["gradients"], held["main"], held["moments"], peak, sent]
-    everyone = all_gather_objects(mine, mesh.world)
+    frozen = sum(p.nbytes for stage in model.stages for p in stage.parameters() if not p.requires_grad)
+    mine = [held["parameters"] + frozen, held["gradients"], held["main"], held["moments"]]
+    everyone = all_gather_objects([*mine, peak, optimizer.transport.bytes_sent - sent], mesh.world)
     head = "rank        parameters  gradients  main parameters    moments  activations, temporaries  sent"
     lines = ["memory after the first step (sent: by data parallelism in that step)", head]
-    for rank, values in enumerate(everyone[:SHOWN_RANKS]):
-        lines.append(_row(f"{rank}", values))
+    lines += [_row(f"{rank}", values) for rank, values in enumerate(everyone[:SHOWN_RANKS])]
     if len(everyone) > SHOWN_RANKS:
         lines.append(f"... and {len(everyone) - SHOWN_RANKS} more ranks")
     if held["host"]:
         lines.append(f"on rank 0's host: {size(held['host'])} of main parameters, moments and gradients")
-    if predicted is None:
-        return lines
-    how = optimizer.sharding
-    wide = torch.empty((), dtype=optimizer.precision.wide).element_size()
-    compute = torch.empty((), dtype=optimizer.precision.compute).element_size()
-    expected = data_parallel_bytes(
-        parameters=predicted.local_parameters,
+    if model.adapter is None:  # the formulas don't cover a step of an adapter
+        lines.append(_row("predicted 0", _predicted(trainer)))
+    return record, lines
+
+
+def _predicted(trainer: Trainer) -> list[int]:
+    """By the formulas, for this rank."""
+    model, mesh, precision = trainer.model, trainer.mesh, trainer.model.precision
+    count = model.config.microbatches_per_step(mesh.dp.size)
+    memory = predicted_memory(model.config, model.stages, trainer.engine.plan.training(count), mesh)
+    sharding = trainer.optimizer.sharding
+    sent = data_parallel_bytes(
+        parameters=memory.local_parameters,
         ranks=mesh.dp_cp.size,
-        microbatches=microbatches,
-        gradient_bytes=torch.empty((), dtype=optimizer.precision.reduce).element_size() if wide == 4 else wide,
-        parameter_bytes=compute,
-        sharded=(how.state, how.gradients, how.parameters),
+        microbatches=count,
+        gradient_bytes=precision.reduce.itemsize if precision.wide.itemsize == 4 else precision.wide.itemsize,
+        parameter_bytes=precision.compute.itemsize,
+        sharded=(sharding.state, sharding.gradients, sharding.parameters),
     )
-    formula = [
-        predicted.parameters,
-        predicted.main_gradients,
-        predicted.main_parameters,
-        predicted.moments,
-        predicted.activations,
-        expected,
-    ]
-    return [*lines, _row("predicted 0", formula)]
+    state = [memory.parameters, memory.main_gradients, memory.main_parameters, memory.moments]
+    return [*state, memory.activations, sent]
 
 
 def _row(name: str, values: list[int]) -> str:

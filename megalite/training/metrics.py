@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -65,7 +65,7 @@ class EvaluationRecord:
         return self.lm_loss if math.isnan(self.lm_loss) else math.exp(min(20.0, self.lm_loss))
 
 
-class Sink(Protocol):
+class Sink:
     """Takes records."""
 
     def step(self, record: StepRecord) -> None: ...
@@ -75,7 +75,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class LogLines:
+class LogLines(Sink):
     """Lines on stdout: after the first iteration of this process and at multiples of `--log-interval`.
 
     Loss and time are means since the last line.
@@ -133,9 +133,6 @@ class LogLines:
         line = f" {name} loss at iteration {record.iteration} | {' | '.join(values)} | "
         print("-" * len(line), line, "-" * len(line), sep="\n", flush=True)
 
-    def close(self) -> None:
-        pass
-
 
 def _for_json(value: Any) -> Any:
     """JSON has no NaN or infinity: null stands for them."""
@@ -144,15 +141,26 @@ def _for_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _iteration_of(line: str) -> int | None:
-    """The iteration that a line of a metrics file is of; None where it is none, or was cut off by a kill."""
-    try:
-        return int(json.loads(line)["iteration"])
-    except (ValueError, KeyError, TypeError):
-        return None
+def _read(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
+    """The lines of a metrics file with their values: None of one that has no iteration, or was cut off by a kill."""
+    lines: list[tuple[str, dict[str, Any] | None]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            values = json.loads(line)
+            values["iteration"] = int(values["iteration"])
+        except (ValueError, KeyError, TypeError):
+            values = None
+        lines.append((line, values))
+    return lines
 
 
-class MetricsFile:
+def evaluated_splits(path: Path, iteration: int) -> set[str]:
+    """The splits whose evaluation after `iteration` steps a metrics file holds."""
+    found = (values for _, values in _read(path) if values is not None and values["iteration"] == iteration)
+    return {values["split"] for values in found if "split" in values}
+
+
+class MetricsFile(Sink):
     """One JSON object a line, floats at full precision, flushed every line.
 
     Lines beyond `resume_iteration` are those of a run that was lost; they are removed first. A run from the start sets
@@ -164,15 +172,11 @@ class MetricsFile:
         if path.exists() and resume_iteration == 0 and path.stat().st_size:
             os.replace(path, path.with_name(path.name + ".old"))
         elif path.exists():
-            self._truncate(path, resume_iteration)
+            lines = _read(path)
+            kept = [line + "\n" for line, values in lines if values and values["iteration"] <= resume_iteration]
+            with replacing(path) as file:
+                file.write("".join(kept).encode())
         self.file: TextIO = path.open("a", encoding="utf-8")
-
-    @staticmethod
-    def _truncate(path: Path, last: int) -> None:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        kept = [line + "\n" for line in lines if (iteration := _iteration_of(line)) is not None and iteration <= last]
-        with replacing(path) as file:
-            file.write("".join(kept).encode())
 
     def _write(self, values: Mapping[str, Any]) -> None:
         given = {name: value for name, value in values.items() if value is not None}
@@ -210,7 +214,7 @@ def _step_scalars(record: StepRecord) -> dict[str, float]:
     return {tag: value for tag, value in values.items() if value is not None}
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Scalars for TensorBoard, every `--tensorboard-log-interval` steps."""
 
     def __init__(self, directory: str, config: RunConfig, resume_iteration: int):
@@ -253,7 +257,7 @@ def allocated_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes, the peak
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Sink):
     """The same scalars for Weights & Biases."""
 
     def __init__(self, config: RunConfig):
@@ -303,22 +307,15 @@ def _missing(flag: str, module: str, package: str) -> list[str]:
     return []
 
 
-def evaluated_splits(path: Path, iteration: int) -> set[str]:
-    """The splits whose evaluation after `iteration` steps a metrics file holds."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    values = [json.loads(line) for line in lines if _iteration_of(line) == iteration]
-    return {value["split"] for value in values if "split" in value}
-
-
 def _not_metrics(path: Path) -> str | None:
     """Why what is at `path` must not become a metrics file, or None. A last line that was cut off is no reason."""
     if path.is_dir():
         return "is a folder: name a file"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        values = [values for _, values in _read(path)]
     except (OSError, UnicodeDecodeError):
         return "can't be read as text: name another file"
-    if any(_iteration_of(line) is None for line in lines[:-1]) or (len(lines) == 1 and _iteration_of(lines[0]) is None):
+    if None in values[:-1] or values == [None]:
         return "exists and is not a metrics file: give another file"
     return None
 

@@ -15,7 +15,7 @@ from megalite.checkpoint.checkpoint import read_config as read_checkpoint_config
 from megalite.checkpoint.storage import refuse_other_kind
 from megalite.config.batches import batch_size_stages
 from megalite.config.entry import Loaders, fill, read_config
-from megalite.config.errors import FlagError, UserError
+from megalite.config.errors import FlagError, UserError, refuse
 from megalite.config.schema import CheckpointConfig, RunConfig
 from megalite.data.splits import check_token_files, tokenizer_notes
 from megalite.data.tokenizer_base import Tokenizer
@@ -26,8 +26,8 @@ from megalite.nn.attention import try_kernel
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.optimizer.fused import check_adam_backend
 from megalite.optimizer.schedule import BatchSchedule
-from megalite.peft.adapter import adapter_problems
-from megalite.peft.files import base_note, with_adapter_settings
+from megalite.peft.checks import adapter_problems, check_resumed_adapter
+from megalite.peft.files import base_note
 from megalite.training import resume
 from megalite.training.base_model import check_base_weights, read_adapter_flags, read_base_model
 from megalite.training.evaluation import Prompts
@@ -120,7 +120,6 @@ def prepare(
 def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[str] = ()) -> Prepared:
     """The packages' own checks of a resolved configuration. Mistakes are a FlagError."""
     try:
-        config.peft = with_adapter_settings(config.peft)
         device = choose_device(config.layout.device, environment)
         if config.training.deterministic_mode:
             prepare_determinism(device)
@@ -128,31 +127,32 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         with deterministic(config.training.deterministic_mode):
             try_kernel(config, backend, device)
         problems = [*check_token_files(config), *check_sinks(config), *check_adam_backend(config, device.type)]
-        _refuse([*problems, *run_problems(config, environment.world_size)])
-        for folder in filter(None, (config.checkpoint.load, config.checkpoint.pretrained_checkpoint)):
-            refuse_other_kind(Path(folder), "--load")
+        refuse([*problems, *run_problems(config, environment.world_size)])
+        for given in filter(None, (config.checkpoint.load, config.checkpoint.pretrained_checkpoint)):
+            refuse_other_kind(Path(given), "--load")
         tokenizer = build_tokenizer(config.tokenizer)
         task = TASKS[config.finetune.task](config, tokenizer)
         if task.of_tokens:
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
         notes = [*notes, *tokenizer_notes(config, tokenizer)]
-        if config.finetune.load_hf is not None and (config.peft.peft != "none" or _starts_fresh(config)):
-            _refuse(check_base_weights(config.finetune.load_hf))
-        if config.peft.peft != "none":
+        folder, adapted = config.finetune.load_hf, config.peft.peft != "none"
+        if folder is not None or adapted:
             found, weights_only = resume.locate(config.checkpoint)
-            if found is not None:
-                resume.check_adapter(found, config, weights_only=weights_only)
-        _refuse([*vocabulary_problems(config, tokenizer), *task.problems()])
+            if folder is not None and (adapted or found is None):
+                refuse(check_base_weights(folder))
+            if adapted and found is not None:
+                check_resumed_adapter(found, config, weights_only=weights_only)
+        refuse([*vocabulary_problems(config, tokenizer), *task.problems()])
         prompts = task.prompts()
         if config.peft.prompt_init_text is not None and not tokenizer.tokenize(config.peft.prompt_init_text):
             raise FlagError(f"--prompt-init-text {config.peft.prompt_init_text!r} has no tokens: give it some text")
         rows = config.model.model_vocab_size or tokenizer.vocab_size
-        _refuse(adapter_problems(config, rows, backend, device.type))
+        refuse(adapter_problems(config, rows, backend, device.type))
     except ValueError as error:
         raise FlagError(str(error)) from error
     threads = set_threads(config.layout.threads_per_rank, environment.local_world_size)
-    if config.peft.load_adapter is not None and config.finetune.load_hf is not None:
-        notes = [*notes, *filter(None, [base_note(config.peft.load_adapter, config.finetune.load_hf)])]
+    if config.peft.load_adapter is not None and folder is not None:
+        notes = [*notes, *filter(None, [base_note(config.peft.load_adapter, folder)])]
     return Prepared(config, list(notes), environment, device, threads, backend, tokenizer, task, prompts)
 
 
@@ -163,16 +163,6 @@ def fill_config(config: RunConfig, explicit: Collection[str]) -> list[str]:
 
 def _loaders() -> Loaders:
     return Loaders(_checkpoint_config, read_base_model, read_adapter_flags)
-
-
-def _starts_fresh(config: RunConfig) -> bool:
-    """Whether no checkpoint is there to start from."""
-    return resume.locate(config.checkpoint)[0] is None
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise FlagError("\n".join(problems))
 
 
 def vocabulary_problems(config: RunConfig, tokenizer: Tokenizer) -> list[str]:

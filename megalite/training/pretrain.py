@@ -12,8 +12,9 @@ from megalite.config.schema import RunConfig
 from megalite.distributed.launch import Environment, start
 from megalite.distributed.mesh import Mesh
 from megalite.files.owner import OWNER, owning
+from megalite.training.loop import Loop
 from megalite.training.prepare import deterministic, prepare
-from megalite.training.run import Run
+from megalite.training.run import build_run
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def train(
         start(prepared.config.layout, environment, prepared.device) as mesh,
         owned_outputs(prepared.config, mesh),
     ):
-        run = Run(prepared, mesh)
-        run.loop().run()
+        run = build_run(prepared, mesh)
+        Loop(run).run()
         run.save_adapter()
         run.close()

@@ -15,21 +15,24 @@ from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.estimate.activations import chunk_activations
 from megalite.estimate.memory import MemoryEstimate, estimate_memory, free_machine_memory, machine_memory
-from megalite.estimate.model import AdapterWork, training_flops_per_token
 from megalite.models.gpt import GPTStage
-from megalite.models.stages import stage_spans
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.embedding import padded_vocabulary
-from megalite.nn.module import Build
-from megalite.optimizer.optimizer import Optimizer
 from megalite.peft.apply import apply_peft
 from megalite.peft.apply import count_parameters as owned_parameters
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.timeline import peak_live
 from megalite.precision.policy import Precision
 from megalite.training.executor import Plan
-from megalite.training.resume import TrainingState
+from megalite.training.model import TrainedModel, build_stages
 from megalite.training.task import TASKS
+
+
+def say(mesh: Mesh, *lines: str) -> None:
+    """Print on the first rank."""
+    if mesh.is_first:
+        for line in lines:
+            print(line, flush=True)
 
 
 def size(count: float, unit: str = "B") -> str:
@@ -45,18 +48,16 @@ def _local_parameters(stages: Sequence[GPTStage]) -> int:
     return sum(parameter.numel() for stage in stages for parameter in stage.parameters())
 
 
-def _model_lines(config: RunConfig, stages: Sequence[GPTStage], mesh: Mesh, adapter: AdapterWork | None) -> list[str]:
-    vocab_size = stages[0].vocab_size
-    rows = padded_vocabulary(vocab_size, config.model.make_vocab_size_divisible_by, mesh.tp.size)
-    classes = len(config.finetune.class_names or ())
-    flops = training_flops_per_token(config.model, classes or vocab_size, config.data.seq_length, adapter)
-    counts = all_gather_objects(owned_parameters(stages, mesh), mesh.model)
+def _model_lines(model: TrainedModel) -> list[str]:
+    config, mesh = model.config, model.mesh
+    rows = padded_vocabulary(model.vocab_size, config.model.make_vocab_size_divisible_by, mesh.tp.size)
+    counts = all_gather_objects(owned_parameters(model.stages, mesh), mesh.model)
     mine, total = (sum(each) for each in zip(*counts, strict=True))
-    trained = "" if adapter is None else f", {mine:,} of them trained ({mine / total:.3%})"
+    trained = "" if model.adapter is None else f", {mine:,} of them trained ({mine / total:.3%})"
     return [
-        f"parameters: {total:,} in all{trained}, {_local_parameters(stages):,} on this rank",
-        f"vocabulary: {vocab_size:,}, {rows:,} rows in memory",
-        f"training FLOPs per token: {flops:.4g}",
+        f"parameters: {total:,} in all{trained}, {_local_parameters(model.stages):,} on this rank",
+        f"vocabulary: {model.vocab_size:,}, {rows:,} rows in memory",
+        f"training FLOPs per token: {model.flops_per_token(config.data.seq_length):.4g}",
     ]
 
 
@@ -91,10 +92,9 @@ def memory_by_stage(
     # How many classes there are the data may have to tell; a head is small.
     classes = None if TASKS[config.finetune.task].of_tokens else len(config.finetune.class_names or [""])
     estimates, actions = [], Plan(config, 0).training_of_all(config.microbatches_per_step(layout.dp))
-    for rank, spans in enumerate(stage_spans(config)):
+    for rank in range(layout.pp):
         mesh = Mesh(layout, layout.rank_at(pp=rank), torch.device("meta"), {})
-        build = Build(config.model, mesh, precision)
-        stages = [GPTStage(build, vocab_size, span, backend, classes) for span in spans]
+        stages = build_stages(config, mesh, precision, vocab_size, backend, classes)
         apply_peft(stages, config.peft, mesh=mesh, precision=precision, seed=0)
         estimates.append(predicted_memory(config, stages, actions[rank], mesh))
     return estimates
@@ -153,30 +153,18 @@ def _layout_line(config: RunConfig, mesh: Mesh, threads: int) -> str:
     return f"layout: {sizes} on {mesh.device.type}, {threads} threads each{extra}"
 
 
-def opening_block(
-    config: RunConfig,
-    *,
-    mesh: Mesh,
-    threads: int,
-    stages: Sequence[GPTStage],
-    backend: AttentionBackend,
-    precision: Precision,
-    optimizer: Optimizer,
-    datasets: Datasets,
-    state: TrainingState,
-    total_iterations: int,
-    adapter: AdapterWork | None = None,
-) -> str:
-    """The whole block as text. Collective over the model's ranks."""
+def opening_block(model: TrainedModel, datasets: Datasets, *, threads: int, iteration: int, of: int) -> str:
+    """The whole block as text. `iteration`: the last one that is done, `of` so many. Collective over the model's
+    ranks."""
+    config, backend = model.config, model.stages[0].backend
     training, short = config.training, TASKS[config.finetune.task].short_samples
     lines = [
-        *_model_lines(config, stages, mesh, adapter),
-        _layout_line(config, mesh, threads),
-        f"precision: {precision.name}; attention: {backend.kernel} ({backend.reason}); "
-        f"norm: torch {config.model.normalization}; optimizer: {optimizer.description}",
+        *_model_lines(model),
+        _layout_line(config, model.mesh, threads),
+        f"precision: {model.precision.name}; attention: {backend.kernel} ({backend.reason}); "
+        f"norm: torch {config.model.normalization}; optimizer: {model.optimizer.description}",
         f"batch: {training.global_batch_size} sequences of {'up to ' if short else ''}{config.data.seq_length} tokens "
-        f"a step, micro batch {training.micro_batch_size}; {total_iterations:,} steps, starting after "
-        f"{state.iteration:,}",
+        f"a step, micro batch {training.micro_batch_size}; {of:,} steps, starting after {iteration:,}",
         *(f"data: {summary.line()}" for summary in datasets.summaries),
     ]
     return "\n".join(["=" * 80, *(f" {line}" for line in lines), "=" * 80])

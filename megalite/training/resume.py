@@ -7,28 +7,35 @@ run's main parameters as its weights, and the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.checkpoint import load_checkpoint, read_config, read_training_state
-from megalite.checkpoint.errors import CheckpointError, agree
+from megalite.checkpoint.checkpoint import load_checkpoint, read_config, read_training_state, save_checkpoint
+from megalite.checkpoint.errors import CheckpointError, agree, on_first_rank
 from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.metadata import describe
-from megalite.checkpoint.storage import CONFIG_FILE, STATE_FILE, CheckpointDirectory, find_checkpoint, problem
-from megalite.config.check_peft import lora_parts, target_names
+from megalite.checkpoint.storage import (
+    CONFIG_FILE,
+    STATE_FILE,
+    CheckpointDirectory,
+    Retention,
+    find_checkpoint,
+    problem,
+)
 from megalite.config.errors import UserError
-from megalite.config.fields import all_fields
 from megalite.config.schema import CheckpointConfig, RunConfig
+from megalite.data.tokenizer_base import Tokenizer
 from megalite.distributed.collectives import broadcast_object
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece, whole
-from megalite.models.gpt import GPTStage
 from megalite.nn.module import specs_of
-from megalite.optimizer.optimizer import Optimizer
 from megalite.optimizer.schedule import BatchSchedule, Schedule
+from megalite.peft.checks import check_resumed_adapter, refuse_adapter
 from megalite.precision.loss_scaler import LossScaler
+from megalite.training.base_model import load_base_model
+from megalite.training.model import TrainedModel
 
 _MAY_BE_NONE = ("begun_iteration", "begun_samples", "best_valid_loss")
 
@@ -80,41 +87,110 @@ class TrainingState:
             )
 
 
-def entries(stages: Sequence[GPTStage], optimizer: Optimizer, *, state: bool, frozen: bool = True) -> Iterator[Piece]:
-    """Everything that a checkpoint holds as tensors; `state`: with the optimizer's; `frozen`: with weights that aren't
-    trained."""
-    trained = optimizer.parameter_pieces()
-    for name, parameter, spec in specs_of(stages):
-        piece = trained.get(name)
-        if piece is None and frozen and not parameter.requires_grad:
-            piece = whole(name, parameter, spec)
-        if piece is not None:  # none where all of a sharded parameter is elsewhere
-            yield piece._replace(name=f"model.{name}")
-    if state:
-        for key, piece in optimizer.named_state():
-            yield piece._replace(name=f"optimizer.{key}")
+@dataclass
+class Progress:
+    """What a checkpoint holds beside tensors, in `training_state.json`. `data`: digests of the files of tokens, on the
+    first rank."""
+
+    state: TrainingState
+    schedule: Schedule
+    scaler: LossScaler
+    data: dict[str, str]
+
+    def to_dict(self, *, optimizer_steps: int, with_random_state: bool) -> dict[str, Any]:
+        return {
+            "training": self.state.to_dict(),
+            "rng": {"dropout_seed": self.state.dropout_seed} if with_random_state else None,
+            "optimizer_steps": optimizer_steps,
+            "loss_scaler": self.scaler.state(),
+            "schedule": self.schedule.to_dict(),
+            "data": dict(self.data),
+        }
 
 
-def load_frozen(
-    directory: CheckpointDirectory, *, mesh: Mesh, stages: Sequence[GPTStage], optimizer: Optimizer
+def start(model: TrainedModel, progress: Progress, tokenizer: Tokenizer, say: Callable[..., None]) -> None:
+    """Fill the built `model`, and where a run goes on its `progress`. `tokenizer`: of the text that a prompt starts
+    from. `say`: prints lines on the first rank. Collective over the world."""
+    config, mesh = model.config, model.mesh
+    found, weights_only = locate_together(config.checkpoint, mesh)
+    if model.adapter is not None:
+        _fill_beside_adapter(model, found if weights_only else None, tokenizer, say)
+        found = None if weights_only else found
+    elif found is None:
+        _load_base(model, say)
+    if found is not None:
+        if found.note:
+            say(found.note)
+        notes = load(found, model, progress, weights_only=weights_only)
+        what = " (only weights)" if weights_only else f", iteration {progress.state.iteration}"
+        say(f"loaded {found.path}{what}", *notes)
+    elif config.checkpoint.load is not None and not weights_only:
+        say(f"--load {config.checkpoint.load} holds no checkpoint: starting a new run")
+
+
+def _load_base(model: TrainedModel, say: Callable[..., None]) -> None:
+    """The weights of `--load-hf`, where it is given."""
+    folder = model.config.finetune.load_hf
+    if folder is not None:
+        pieces = model.entries(state=False, frozen=True)
+        load_base_model(folder, mesh=model.mesh, pieces=pieces, names=model.base_names, classes=model.classes)
+        model.optimizer.parameters_loaded(with_state=False)
+        say(f"loaded {folder} (weights in Hugging Face format)")
+
+
+def _fill_beside_adapter(
+    model: TrainedModel, base: CheckpointDirectory | None, tokenizer: Tokenizer, say: Callable[..., None]
 ) -> None:
-    """Fill the weights that aren't trained from another model's checkpoint. Collective over the world."""
-    _refuse_adapter(directory, read_config(directory))
-    stored, half = set(describe(directory)), optimizer.precision.needs_main_parameters
-    pieces = (whole(f"model.{name}", p, spec) for name, p, spec in specs_of(stages) if not p.requires_grad)
-    named = (piece._replace(name=source_key(piece.name, stored, half=half)) for piece in pieces)
-    load_checkpoint(directory, mesh=mesh, pieces=named)
+    """The frozen weights, of `--load-hf` or a checkpoint, and what the adapter starts from."""
+    assert model.adapter is not None
+    config, optimizer = model.config, model.optimizer
+    if base is None and config.checkpoint.pretrained_checkpoint is not None:
+        base, _ = locate_together(replace(config.checkpoint, load=None), model.mesh)
+    _load_base(model, say)
+    if base is not None:
+        _load_frozen(base, model)
+        say(f"loaded {base.path} (frozen weights)")
+    elif config.finetune.load_hf is None:
+        say("the frozen weights are random: neither --load-hf nor --pretrained-checkpoint is given")
+    text = config.peft.prompt_init_text
+    tokens = None if text is None else tokenizer.tokenize(text)
+    model.adapter.fill(model.stages, optimizer.parameter_pieces().values(), prompt_tokens=tokens)
+    optimizer.parameters_loaded(with_state=False)
 
 
-def source_key(key: str, stored: set[str], *, half: bool) -> str:
-    """Which stored entry fills `key`: a wide weight takes a half-precision run's main parameter, and a main parameter
-    takes a wide run's weight."""
-    main = key.replace("model.", "optimizer.main.", 1)
-    if key.startswith("model.") and not half and main in stored:
-        return main
-    if key.startswith("optimizer.main.") and key not in stored:
-        return key.replace("optimizer.main.", "model.", 1)
-    return key
+def _load_frozen(directory: CheckpointDirectory, model: TrainedModel) -> None:
+    """Fill the weights that aren't trained from another model's checkpoint."""
+    refuse_adapter(directory)
+    pieces = (whole(f"model.{name}", p, spec) for name, p, spec in specs_of(model.stages) if not p.requires_grad)
+    load_checkpoint(directory, mesh=model.mesh, pieces=_named_by_source(pieces, directory, model))
+
+
+def save(model: TrainedModel, progress: Progress, root: str, *, retain: Retention, beside: Mapping[str, bytes]) -> Path:
+    """Write a checkpoint of the present state into `root`; its folder. See `save_checkpoint`. Collective (world)."""
+    config = model.config.checkpoint
+    return save_checkpoint(
+        Path(root),
+        progress.state.iteration,
+        mesh=model.mesh,
+        pieces=model.entries(state=config.save_optim, frozen=model.adapter is None),
+        config=model.config,
+        training_state=progress.to_dict(optimizer_steps=model.optimizer.steps, with_random_state=config.save_rng),
+        retain=retain,
+        beside=beside,
+    )
+
+
+def _named_by_source(pieces: Iterable[Piece], directory: CheckpointDirectory, model: TrainedModel) -> Iterator[Piece]:
+    """Pieces named by the stored entries that fill them: a wide weight takes a half-precision run's main parameter, and
+    a main parameter takes a wide run's weight."""
+    stored, half = set(describe(directory)), model.precision.needs_main_parameters
+    for piece in pieces:
+        key, main = piece.name, piece.name.replace("model.", "optimizer.main.", 1)
+        if key.startswith("model.") and not half and main in stored:
+            key = main
+        elif key.startswith("optimizer.main.") and key not in stored:
+            key = key.replace("optimizer.main.", "model.", 1)
+        yield piece._replace(name=key)
 
 
 def locate(config: CheckpointConfig) -> tuple[CheckpointDirectory | None, bool]:
@@ -135,82 +211,45 @@ def locate(config: CheckpointConfig) -> tuple[CheckpointDirectory | None, bool]:
     return None, False
 
 
-def locate_base(config: CheckpointConfig) -> tuple[CheckpointDirectory | None, bool]:
-    """As `locate`, of the model that a resumed run has its adapter beside."""
-    return locate(replace(config, load=None))
-
-
-def locate_together(
-    config: CheckpointConfig,
-    mesh: Mesh,
-    find: Callable[[CheckpointConfig], tuple[CheckpointDirectory | None, bool]] = locate,
-) -> tuple[CheckpointDirectory | None, bool]:
-    """As `locate`, or what `find` is, decided by the first rank, so that no two ranks start from different ones.
+def locate_together(config: CheckpointConfig, mesh: Mesh) -> tuple[CheckpointDirectory | None, bool]:
+    """As `locate`, decided by the first rank, so that no two ranks start from different ones.
 
     All ranks raise the same error where one of them can't see it whole. Collective over the world.
     """
-    answer: tuple[CheckpointDirectory | None, bool] = (None, False)
-    error = None
-    if mesh.is_first:
-        try:
-            answer = find(config)
-        except UserError as raised:
-            error = str(raised)
-    answer, error = broadcast_object((answer, error), mesh.world)
-    if error is not None:
-        raise CheckpointError(error)
-    found = answer[0]
+    located: list[tuple[CheckpointDirectory | None, bool]] = []
+    on_first_rank(lambda: located.append(locate(config)), mesh.world)
+    found, weights_only = broadcast_object(located[0] if located else None, mesh.world)
     agree(None if found is None else problem(found.path), mesh.world)
-    return answer
+    return found, weights_only
 
 
-def load(
-    directory: CheckpointDirectory,
-    *,
-    config: RunConfig,
-    mesh: Mesh,
-    stages: Sequence[GPTStage],
-    optimizer: Optimizer,
-    scaler: LossScaler,
-    schedule: Schedule,
-    weights_only: bool,
-    data: Mapping[str, str],
-) -> tuple[TrainingState, Schedule, list[str]]:
-    """Fill model and optimizer; the state and schedule to go on with, and notes for the user. Collective.
-
-    `data`: the digests of this run's data, on the first rank.
-    """
+def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress, *, weights_only: bool) -> list[str]:
+    """Fill the model, and unless only its weights are wanted the optimizer and `progress`; notes for the user.
+    Collective over the world."""
+    config, optimizer = model.config, model.optimizer
     with_optimizer = config.checkpoint.load_optim and not weights_only
     stored = set(describe(directory))
     new_head = weights_only and config.finetune.task == "classification" and f"model.{HEAD}" not in stored
     if config.finetune.task == "classification" and not new_head:
         _check_classes(directory, config.finetune.class_names)
-    notes = check_adapter(directory, config, weights_only=weights_only)
+    notes = check_resumed_adapter(directory, config, weights_only=weights_only)
     if with_optimizer and not any(key.startswith("optimizer.") for key in stored):
         raise CheckpointError(
             f"{directory.path} holds no optimizer state: load its weights alone with --no-load-optim or --finetune"
         )
-    half = optimizer.precision.needs_main_parameters
-    load_checkpoint(
-        directory,
-        mesh=mesh,
-        pieces=(
-            piece._replace(name=source_key(piece.name, stored, half=half))
-            for piece in entries(stages, optimizer, state=with_optimizer, frozen=config.peft.peft == "none")
-            if not (new_head and piece.name == f"model.{HEAD}")
-        ),
-        strict=not new_head,
-    )
+    entries = model.entries(state=with_optimizer, frozen=model.adapter is None)
+    wanted = (piece for piece in entries if not (new_head and piece.name == f"model.{HEAD}"))
+    pieces = _named_by_source(wanted, directory, model)
+    load_checkpoint(directory, mesh=model.mesh, pieces=pieces, strict=not new_head)
     optimizer.parameters_loaded(with_state=with_optimizer)
-    values = read_training_state(directory)
-    fresh = TrainingState(dropout_seed=config.training.seed)
     if weights_only:
-        return fresh, schedule, []
-    state = _read_state(directory, values, config)
+        return []
+    values = read_training_state(directory)
+    state = progress.state = _read_state(directory, values, config)
     notes += [
         f"note: {path} has changed since {directory.path} was saved: the run continues in the middle of the new data"
         for path, digest in values.get("data", {}).items()
-        if data.get(path, digest) != digest
+        if progress.data.get(path, digest) != digest
     ]
     if not config.checkpoint.load_rng or values.get("rng") is None:
         state.dropout_seed = config.training.seed
@@ -221,9 +260,10 @@ def load(
         )
     if with_optimizer:
         optimizer.set_steps(int(values["optimizer_steps"]))
-        scaler.load_state(values["loss_scaler"])
-    schedule, schedule_notes = choose_schedule(config, schedule, Schedule.from_dict(values["schedule"], schedule))
-    return state, schedule, notes + schedule_notes
+        progress.scaler.load_state(values["loss_scaler"])
+    stored_schedule = Schedule.from_dict(values["schedule"], progress.schedule)
+    progress.schedule, more = _choose_schedule(config, progress.schedule, stored_schedule)
+    return notes + more
 
 
 def _read_state(directory: CheckpointDirectory, values: Mapping[str, Any], config: RunConfig) -> TrainingState:
@@ -262,70 +302,7 @@ def _check_classes(directory: CheckpointDirectory, classes: list[str] | None) ->
         )
 
 
-def check_adapter(directory: CheckpointDirectory, config: RunConfig, *, weights_only: bool) -> list[str]:
-    """What differs from the run that saved an adapter, one line each; nothing where neither run has one.
-
-    A CheckpointError where the kinds differ, or where the adapter's model isn't named: the checkpoint doesn't hold it.
-    """
-    saved = read_config(directory)
-    if weights_only or config.peft.peft == "none":
-        _refuse_adapter(directory, saved)
-        return []
-    theirs, ours = (_base(each) for each in (saved, config))
-    if saved.peft.peft != config.peft.peft:
-        raise CheckpointError(
-            f"{directory.path} is of a run with --peft {saved.peft.peft}, and this one has --peft {config.peft.peft}; "
-            "a checkpoint of the model itself is given as --pretrained-checkpoint"
-        )
-    if theirs and not ours:
-        raise CheckpointError(f"{directory.path} holds an adapter alone, trained with {theirs}: give that too")
-    lines = [f"{ours} replaces the checkpoint's {theirs}"] if theirs and theirs != ours else []
-    fields = all_fields()
-    for name in _SHAPES[saved.peft.peft] if saved.peft.load_adapter is config.peft.load_adapter is None else ():
-        before, now = _shaping(saved, name), _shaping(config, name)
-        if before != now:
-            show = fields[f"peft.{name}"].show
-            raise CheckpointError(f"{directory.path} was trained with {show(before)}, and this run has {show(now)}")
-    for name in ("lora_alpha", "use_rslora") if saved.peft.peft == "lora" else ():
-        before, now = getattr(saved.peft, name), getattr(config.peft, name)
-        if before != now:
-            show = fields[f"peft.{name}"].show
-            lines.append(f"{show(now)} replaces the checkpoint's {show(before)}")
-    return lines
-
-
-_SHAPES = {
-    "lora": ("lora_rank", "lora_target_modules"),
-    "prefix": ("num_virtual_tokens", "prefix_projection", "prefix_hidden_size"),
-    "prompt": ("num_virtual_tokens",),
-}
-"""Of each kind of adapter, what its weights' shapes follow from."""
-
-
-def _shaping(config: RunConfig, name: str) -> Any:
-    """The value of a field of `peft`, for targets what it means."""
-    value = getattr(config.peft, name)
-    return lora_parts(config.model, target_names(config.peft)) if name == "lora_target_modules" else value
-
-
-def _refuse_adapter(directory: CheckpointDirectory, saved: RunConfig) -> None:
-    """Raise a CheckpointError for a checkpoint that holds no model."""
-    if saved.peft.peft != "none":
-        raise CheckpointError(
-            f"{directory.path} holds only what a run with --peft {saved.peft.peft} trained beside a model: --load it "
-            "with that run's flags, or start from what --save-adapter wrote with --load-adapter"
-        )
-
-
-def _base(config: RunConfig) -> str | None:
-    """The flag that names an adapter's model."""
-    if config.finetune.load_hf is not None:
-        return f"--load-hf {config.finetune.load_hf}"
-    folder = config.checkpoint.pretrained_checkpoint
-    return None if folder is None else f"--pretrained-checkpoint {folder}"
-
-
-def choose_schedule(config: RunConfig, mine: Schedule, stored: Schedule) -> tuple[Schedule, list[str]]:
+def _choose_schedule(config: RunConfig, mine: Schedule, stored: Schedule) -> tuple[Schedule, list[str]]:
     """The command line's schedule, or the checkpoint's where asked; a difference is told unless it was asked for."""
     rate = config.learning_rate
     if rate.use_checkpoint_opt_param_scheduler:
@@ -338,22 +315,3 @@ def choose_schedule(config: RunConfig, mine: Schedule, stored: Schedule) -> tupl
         "the command line's schedule replaces the checkpoint's: " + ", ".join(changed) + " "
         "(--override-opt_param-scheduler hides this line; --use-checkpoint-opt_param-scheduler takes the checkpoint's)"
     ]
-
-
-def training_state(
-    config: RunConfig,
-    state: TrainingState,
-    optimizer: Optimizer,
-    scaler: LossScaler,
-    schedule: Schedule,
-    data: Mapping[str, str],
-) -> dict[str, Any]:
-    """What `training_state.json` holds. `data`: digests of the data."""
-    return {
-        "training": state.to_dict(),
-        "rng": {"dropout_seed": state.dropout_seed} if config.checkpoint.save_rng else None,
-        "optimizer_steps": optimizer.steps,
-        "loss_scaler": scaler.state(),
-        "schedule": schedule.to_dict(),
-        "data": dict(data),
-    }

@@ -9,25 +9,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megalite.config.errors import UserError
-from megalite.config.schema import RunConfig
 from megalite.data.microbatch import Microbatch
 from megalite.distributed import random
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.mesh import Mesh
-from megalite.optimizer.optimizer import Optimizer, StepResult
-from megalite.optimizer.schedule import BatchSchedule, Schedule
-from megalite.pipeline.runtime import PipelineRuntime
-from megalite.precision.loss_scaler import LossScaler
+from megalite.optimizer.optimizer import StepResult
+from megalite.optimizer.schedule import BatchSchedule
 from megalite.training.diagnostics import Timers
-from megalite.training.executor import GPTExecutor, Plan
+from megalite.training.engine import Engine
 from megalite.training.metrics import StepRecord
-from megalite.training.resume import TrainingState
+from megalite.training.model import TrainedModel
+from megalite.training.resume import Progress
 
 
 class NonFiniteError(UserError):
@@ -45,35 +43,29 @@ def summed_over_ranks(losses: Tensor, mesh: Mesh) -> Tensor:
 
 @dataclass
 class Trainer:
-    """All that a step needs.
+    """All that a step needs. `microbatches`: of this rank, without end. `on_first_gradients`: called once with the loss
+    scale, when the first step's gradients are summed and not yet clipped."""
 
-    `flops_per_token`: of forward and backward, by the sequences' mean length. `on_first_gradients`: called once with
-    the loss scale, when the first step's gradients are summed and not yet clipped.
-    """
-
-    config: RunConfig
-    mesh: Mesh
-    executor: GPTExecutor
-    runtime: PipelineRuntime
-    plan: Plan
-    optimizer: Optimizer
-    scaler: LossScaler
-    batches: BatchSchedule
-    schedule: Schedule
-    state: TrainingState
+    model: TrainedModel
+    engine: Engine
+    progress: Progress
     microbatches: Iterator[Microbatch]
-    timers: Timers
-    flops_per_token: Callable[[float], float]
     on_first_gradients: Callable[[float], None] | None = None
-    _ended: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.config, self.mesh, self.optimizer = self.model.config, self.model.mesh, self.model.optimizer
+        self.timers = Timers(self.config.logging.timing_log_level, self.mesh.device)
+        self.batches = BatchSchedule.from_config(self.config)
+        self._ended = time.perf_counter()
 
     def step(self) -> StepRecord:
         """One step: data, forward and backward, reduction, judgement, update. Collective over the world."""
-        samples = self.batches.at(self.state.consumed_samples)
+        samples = self.batches.at(self.progress.state.consumed_samples)
         with self.timers.section("batch-generator", 2):
-            microbatches = [next(self.microbatches) for _ in range(self._count(samples))]
+            count = samples // (self.config.training.micro_batch_size * self.mesh.dp.size)
+            microbatches = [next(self.microbatches) for _ in range(count)]
         tokens = self._count_tokens(microbatches)
-        loss_scale = self.scaler.scale
+        loss_scale = self.progress.scaler.scale
         loss = self._forward_backward(microbatches, tokens[0], loss_scale)
         with self.timers.section("all-grads-sync"):
             self.optimizer.reduce_gradients()
@@ -84,10 +76,6 @@ class Trainer:
             result = self.optimizer.measure(loss_scale)
         counted, processed = map(int, tokens.tolist())
         return self._finish(samples, counted, processed, float(loss.item()), loss_scale, result)
-
-    def _count(self, samples: int) -> int:
-        """Microbatches of this rank in a global batch of `samples`."""
-        return samples // (self.config.training.micro_batch_size * self.mesh.dp.size)
 
     def _count_tokens(self, microbatches: list[Microbatch]) -> Tensor:
         """Tokens of the global batch, int64 [2] on the device: those whose loss counts, over which it is the mean, and
@@ -102,23 +90,23 @@ class Trainer:
         tokens = counted.clamp(min=1).to(torch.float64)
         with self.timers.section("forward-backward"):
             self.optimizer.begin_step(len(microbatches))
-            key = random.fold(self.state.dropout_seed, "dropout")
+            state = self.progress.state
+            key = random.fold(state.dropout_seed, "dropout")
             if self.mesh.device.type == "cuda":
                 # Kernels with their own dropout generator are seeded at each step: resuming needs no generator state.
-                stream = random.fold(key, self.state.consumed_samples, self.mesh.rank)
+                stream = random.fold(key, state.consumed_samples, self.mesh.rank)
                 torch.cuda.manual_seed(int(stream.item()) & (2**63 - 1))
-            self.executor.begin(microbatches, scale=loss_scale / tokens, dropout_key=key)
-            self.runtime.run(self.plan.training(len(microbatches)))
-        return summed_over_ranks(self.executor.loss_sum, self.mesh) / tokens
+            losses = self.engine.train(microbatches, scale=loss_scale / tokens, dropout_key=key)
+        return summed_over_ranks(losses, self.mesh) / tokens
 
     def _finish(
         self, samples: int, counted: int, tokens: int, loss: float, loss_scale: float, result: StepResult
     ) -> StepRecord:
         """Update or skip, advance the state, and tell."""
-        state = self.state
+        state, schedule = self.progress.state, self.progress.schedule
         finite = result.finite and math.isfinite(loss)
         self._refuse(finite, loss, result)
-        rate = self.schedule.learning_rate(state.schedule_samples)
+        rate = schedule.learning_rate(state.schedule_samples)
         zeros = self.optimizer.count_zeros() if self.config.logging.log_num_zeros_in_grad else None
         largest = self._largest_norms(loss_scale)
         if finite:
@@ -126,19 +114,21 @@ class Trainer:
                 self.optimizer.step(
                     result,
                     lr=rate,
-                    decoupled_lr=self.schedule.learning_rate(state.schedule_samples, decoupled=True),
-                    weight_decay=self.schedule.weight_decay(state.schedule_samples),
+                    decoupled_lr=schedule.learning_rate(state.schedule_samples, decoupled=True),
+                    weight_decay=schedule.weight_decay(state.schedule_samples),
                     loss_scale=loss_scale,
                 )
             state.schedule_samples += samples
-        self.scaler.update(finite)
+        self.progress.scaler.update(finite)
         state.iteration += 1
         state.consumed_samples += samples
         state.consumed_tokens += tokens
         state.skipped += not finite
         state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
         state.nans += math.isnan(loss)
-        elapsed = self._elapsed()
+        now = time.perf_counter()
+        elapsed, self._ended = now - self._ended, now
+        flops = tokens * self.model.flops_per_token(tokens / samples)
         return StepRecord(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,
@@ -152,7 +142,7 @@ class Trainer:
             global_batch_size=samples,
             elapsed_ms=elapsed * 1e3,
             tokens_per_second=tokens / elapsed,
-            tflops_per_device=tokens * self.flops_per_token(tokens / samples) / elapsed / self.mesh.world.size / 1e12,
+            tflops_per_device=flops / elapsed / self.mesh.world.size / 1e12,
             params_norm=self.optimizer.parameter_norm() if self.config.logging.log_params_norm else None,
             num_zeros=zeros,
             largest_grad_norms=largest,
@@ -170,27 +160,22 @@ class Trainer:
         """Stop the run where a step can't be taken and skipping it isn't wanted or leads nowhere."""
         if finite:
             return
-        training, number = self.config.training, self.state.iteration + 1
+        training, state = self.config.training, self.progress.state
+        number = state.iteration + 1
         what = f"iteration {number}: loss {loss}, gradient norm {result.grad_norm}"
         if training.nan_action == "stop":
             raise NonFiniteError(
                 f"{what}; the last good state is the newest checkpoint. Lower --lr, or skip such steps with "
                 "--nan-action skip"
             )
-        skips = self.state.skipped_in_a_row + 1
+        skips = state.skipped_in_a_row + 1
         if skips >= training.max_skips_in_a_row:
-            scale = f", with the loss scale at {self.scaler.scale}" if self.config.precision.fp16 else ""
+            scale = f", with the loss scale at {self.progress.scaler.scale}" if self.config.precision.fp16 else ""
             raise NonFiniteError(
                 f"{what}{scale}. All steps since iteration {number - skips + 1} had to be skipped, which reaches "
                 f"--max-skips-in-a-row {training.max_skips_in_a_row}: the run doesn't recover. Restart from an "
                 "earlier checkpoint (--ckpt-step) with a lower --lr"
             )
-
-    def _elapsed(self) -> float:
-        """Seconds since the last step ended (or `restart_clock`)."""
-        now = time.perf_counter()
-        elapsed, self._ended = now - self._ended, now
-        return elapsed
 
     def restart_clock(self) -> None:
         """Leave what happened since the last step (an evaluation, a save) out of the next step's time."""

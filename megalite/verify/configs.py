@@ -6,7 +6,7 @@ import copy
 from dataclasses import fields, replace
 
 from megalite.config.check import check, not_built
-from megalite.config.errors import FlagError
+from megalite.config.errors import refuse
 from megalite.config.fields import all_fields, put
 from megalite.config.resolve import resolve
 from megalite.config.schema import CheckpointConfig, LayoutConfig, LoggingConfig, RunConfig
@@ -57,17 +57,12 @@ def on_one_process(config: RunConfig) -> RunConfig:
 
 def checked(config: RunConfig, world_size: int) -> RunConfig:
     """With all derived values; a FlagError says what is wrong with the flags. Schedules are not looked at."""
-    _refuse(check(config, world_size) + not_built(config))
+    refuse(check(config, world_size) + not_built(config))
     return resolve(config, world_size)
 
 
 def resolved(config: RunConfig, world_size: int) -> RunConfig:
     """As `checked`; also the length of the run and its schedule's microbatches are right."""
     result = checked(config, world_size)
-    _refuse(run_problems(result, world_size))
+    refuse(run_problems(result, world_size))
     return result
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise FlagError("\n".join(problems))

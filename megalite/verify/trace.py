@@ -24,7 +24,7 @@ from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import ZEROS
 from megalite.training.diagnostics import gather_gradients
 from megalite.training.prepare import prepare_config
-from megalite.training.run import Run
+from megalite.training.run import Run, build_run
 
 _STIRRED = 0.05  # deviation of what is added
 
@@ -44,7 +44,7 @@ def stir(run: Run) -> None:
 
     While LoRA's B is zero its A has no gradient, and there would be nothing to compare.
     """
-    if run.adapter is None:
+    if run.model.adapter is None:
         return
     for piece in run.optimizer.parameter_pieces().values():
         if piece.spec.init == ZEROS:
@@ -69,7 +69,7 @@ def trace(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int, *, bar: boo
     size = mesh.world.size
     environment = Environment(mesh.rank, size, mesh.rank, size)
     with contextlib.redirect_stdout(io.StringIO()):  # a proof prints one line for many runs
-        run = Run(prepare_config(RunConfig.from_dict(values), environment), mesh)
+        run = build_run(prepare_config(RunConfig.from_dict(values), environment), mesh)
     stir(run)
     gradients: dict[str, Tensor] = {}
 

@@ -17,7 +17,7 @@ from megalite.estimate.memory import estimate_memory
 from megalite.peft.apply import Scale
 from megalite.peft.modules import LINEAR_OF, linear_shapes, widths_of
 from megalite.training.prepare import prepare_config
-from megalite.training.run import Run
+from megalite.training.run import build_run
 from tests.peft.runs import adapter_config
 
 
@@ -33,7 +33,7 @@ from tests.peft.runs import adapter_config
 )
 def test_a_step_costs_what_the_formula_says(kind: str, more: dict[str, Any]) -> None:
     config = resolve(adapter_config(kind, attention_backend="unfused", **more), 1)
-    run = Run(prepare_config(config, Environment()), single_process_mesh())
+    run = build_run(prepare_config(config, Environment()), single_process_mesh())
     model, length = config.model, config.data.seq_length
     assert length is not None
     assert model.num_layers is not None
@@ -43,15 +43,15 @@ def test_a_step_costs_what_the_formula_says(kind: str, more: dict[str, Any]) -> 
     with FlopCounterMode(display=False, custom_mapping=counts) as counter:
         record = run.trainer.step()
     run.close()
-    formula = run.trainer.flops_per_token(length)
+    formula = run.model.flops_per_token(length)
     # The kernel multiplies the whole square, of which the formula counts the half below the diagonal.
     formula += 6.0 * model.num_layers * length * model.num_attention_heads * model.kv_channels
     # The embedding is frozen, so nothing asks for the gradient of the first layer's input, nor of queries without LoRA.
-    if run.adapter is not None:
+    if run.model.adapter is not None:
         formula -= 2.0 * sum(widths_of("q_proj", model)[0] * widths_of(part, model)[1] for part in _QKV)
-        formula += 6.0 * model.num_layers * _zeros(run.adapter.scales, model)
+        formula += 6.0 * model.num_layers * _zeros(run.model.adapter.scales, model)
         formula -= 2.0 * sum(
-            run.adapter.scales[p].rank * widths_of(p, model)[0] for p in _QKV if p in run.adapter.scales
+            run.model.adapter.scales[p].rank * widths_of(p, model)[0] for p in _QKV if p in run.model.adapter.scales
         )
     if kind == "prefix":
         attended = length + config.peft.num_virtual_tokens

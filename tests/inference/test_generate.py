@@ -133,14 +133,6 @@ def test_every_query_sees_something_and_no_query_sees_padding_or_the_future() ->
             assert set(visible[row, query].nonzero().flatten().tolist()) == seen
 
 
-def test_the_same_seed_gives_the_same_and_another_seed_another() -> None:
-    model = build()
-    assert generate(model, PROMPTS, SAMPLED) == generate(model, PROMPTS, SAMPLED)
-    other = GenerationOptions(**{**vars(SAMPLED), "seed": 4})
-    assert generate(model, PROMPTS, SAMPLED) != generate(model, PROMPTS, other)
-    assert len({tuple(tokens) for tokens in generate(model, [[5]] * 8, SAMPLED)}) == 8
-
-
 def test_a_prompt_ends_before_the_end_of_document_and_the_others_go_on() -> None:
     model = build()
     free = generate(model, PROMPTS, GREEDY)

@@ -34,14 +34,6 @@ def test_a_number_out_of_range_is_refused_by_its_flag(field: str, value: Any) ->
         GenerationOptions(**{field: value})
 
 
-def test_what_has_no_effect_is_said() -> None:
-    assert GenerationOptions(top_k=5, top_p=0.9).notes() == [
-        "--top-k and --top-p: no effect with --temperature 0, which always takes the most likely token"
-    ]
-    assert GenerationOptions(temperature=1.0, top_k=5).notes() == []
-    assert GenerationOptions().notes() == []
-
-
 def test_the_flags_fill_every_field_and_default_to_its_default() -> None:
     parser = FlagParser("test", "test")
     add_generation_flags(parser)

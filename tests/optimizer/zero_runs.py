@@ -17,7 +17,7 @@ from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece
 from megalite.distributed.pool import ProcessPool
 from megalite.training.prepare import prepare_config
-from megalite.training.run import Run
+from megalite.training.run import build_run
 from megalite.verify.configs import resolved
 from tests.verify.networks import FOUR_LAYERS, network
 
@@ -70,7 +70,7 @@ def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int) -> Outcome:
     """Load what a resolved configuration names, run some steps, save where it says."""
     size = mesh.world.size
     environment = Environment(mesh.rank, size, mesh.rank, size)
-    run = Run(prepare_config(RunConfig.from_dict(values), environment), mesh)
+    run = build_run(prepare_config(RunConfig.from_dict(values), environment), mesh)
     records, sent = [], 0
     for _ in range(steps):
         before = run.optimizer.transport.bytes_sent

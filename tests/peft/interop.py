@@ -21,8 +21,8 @@ from megalite.models.stages import stage_spans
 from megalite.models.whole import outputs
 from megalite.nn.attention_backend import choose_backend
 from megalite.nn.module import Build, initialize_pieces, specs_of
-from megalite.peft.adapter import load_adapter, plan_adapter, save_adapter
-from megalite.peft.files import with_adapter_settings
+from megalite.peft.adapter import load_adapter, plan_adapter
+from megalite.peft.files import peft_config
 from megalite.precision.policy import Precision
 from megalite.training.base_model import base_names, load_base_model
 from tests.models.hf_models import VOCABULARY
@@ -54,7 +54,8 @@ def make_and_save(
     mesh: Mesh, folder: str, values: dict[str, Any], target: str, classes: Sequence[str] | None = None
 ) -> None:
     """Put an adapter of large random weights on this rank's part of a model, and save it."""
-    stages, peft = stages_of(folder, mesh, classes), with_adapter_settings(PeftConfig(**values))
+    stages = stages_of(folder, mesh, classes)
+    peft = peft_config(values["load_adapter"]) if "load_adapter" in values else PeftConfig(**values)
     count = None if classes is None else len(classes)
     plan = plan_adapter(peft, stages[0].config, VOCABULARY, mesh.world, count)
     plan.apply(stages, mesh=mesh, precision=FP32, seed=7)
@@ -63,10 +64,7 @@ def make_and_save(
     if peft.load_adapter is None:
         loud = (piece._replace(spec=replace(piece.spec, init=Init(std=0.3))) for piece in pieces)
         initialize_pieces(loud, 11)
-    save_adapter(
-        target, pieces, plan=plan, model=stages[0].config, mesh=mesh, vocab_size=VOCABULARY,
-        class_names=classes,
-    )  # fmt: skip
+    plan.save(target, pieces, mesh, class_names=classes)
 
 
 @torch.no_grad()
@@ -86,8 +84,7 @@ def our_scores(folder: Path, adapter: Path | None, tokens: Tensor, classes: Sequ
     mesh = single_process_mesh()
     (model,) = stages_of(str(folder), mesh, classes)
     if adapter is not None:
-        peft = with_adapter_settings(PeftConfig(load_adapter=str(adapter)))
-        plan = plan_adapter(peft, model.config, VOCABULARY, mesh.world, len(classes))
+        plan = plan_adapter(peft_config(adapter), model.config, VOCABULARY, mesh.world, len(classes))
         plan.apply([model], mesh=mesh, precision=FP32, seed=0)
         plan.fill([model], trained_pieces([model]))
     return outputs(model, tokens)[:, -1]

@@ -7,29 +7,27 @@ from typing import Any
 
 from torch import Tensor
 
+from megalite.config.resolve import resolve
 from megalite.config.schema import RunConfig
 from megalite.distributed.launch import Environment
 from megalite.distributed.layout import Layout
-from megalite.distributed.mesh import Mesh
+from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.nn.module import specs_of
-from megalite.peft.adapter import gather, save_adapter
+from megalite.peft.adapter import gather
 from megalite.training.diagnostics import gather_gradients
 from megalite.training.prepare import prepare_config
-from megalite.training.run import Run
+from megalite.training.run import Run, build_run
 from megalite.verify.configs import resolved
-from megalite.verify.trace import stir
+from megalite.verify.trace import Trace, stir
 from tests.verify.networks import FOUR_LAYERS, network
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a rank saw. `gradients`: of the first step. `before`, `after`: frozen local parameters. `adapter`: the
-    trained ones after the last step, whole. `held`: bytes that the optimizer keeps."""
+class Outcome(Trace):
+    """What a rank saw. `before`, `after`: frozen local parameters. `adapter`: the trained ones after the last step,
+    whole. `held`: bytes that the optimizer keeps."""
 
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, Tensor]
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     adapter: dict[str, Tensor]
@@ -54,15 +52,20 @@ def adapter_config(peft: str, *, llama: bool = True, **overrides: Any) -> RunCon
     return config
 
 
+def build(config: RunConfig) -> Run:
+    """A run of an unresolved configuration in this process."""
+    return build_run(prepare_config(resolve(config, 1), Environment()), single_process_mesh())
+
+
 def _frozen(run: Run) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p, _ in specs_of(run.stages) if not p.requires_grad}
+    return {name: p.detach().clone() for name, p, _ in specs_of(run.model.stages) if not p.requires_grad}
 
 
 def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int, directory: str | None = None) -> Outcome:
     """Some steps of a resolved configuration, then the adapter saved to `directory`."""
     size = mesh.world.size
     environment = Environment(mesh.rank, size, mesh.rank, size)
-    run = Run(prepare_config(RunConfig.from_dict(values), environment), mesh)
+    run = build_run(prepare_config(RunConfig.from_dict(values), environment), mesh)
     if run.state.iteration == 0:
         stir(run)
     before = _frozen(run)
@@ -73,11 +76,8 @@ def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int, directory: 
     run.optimizer.finish_gathers()
     pieces = run.optimizer.parameter_pieces
     if directory is not None:
-        assert run.adapter is not None
-        vocab_size = run.prepared.tokenizer.vocab_size
-        save_adapter(
-            directory, pieces().values(), plan=run.adapter, model=run.config.model, mesh=mesh, vocab_size=vocab_size,
-        )  # fmt: skip
+        assert run.model.adapter is not None
+        run.model.adapter.save(directory, pieces().values(), mesh)
     adapter = gather(pieces().values(), mesh)
     outcome = Outcome(
         [record.lm_loss for record in records],
@@ -99,15 +99,3 @@ def run_adapter(
     given = resolved(config, world_size)
     layout = Layout.from_config(given.layout, world_size)
     return pool.run(train, world_size, given.to_dict(), steps, directory, layout=layout, timeout=110)
-
-
-def worst(mine: Outcome, truth: Outcome) -> float:
-    """Largest relative difference of losses, norms and gradients, as the proofs count it."""
-    result = 0.0
-    for a, b in zip([*mine.losses, *mine.norms], [*truth.losses, *truth.norms], strict=True):
-        result = max(result, abs(a - b) / abs(b))
-    assert mine.gradients.keys() == truth.gradients.keys()
-    for name, gradient in truth.gradients.items():
-        scale = max(gradient.abs().max().item(), 1e-6 * truth.norms[0])
-        result = max(result, (mine.gradients[name] - gradient).abs().max().item() / scale)
-    return result

@@ -10,14 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megalite.checkpoint.huggingface.config import read_huggingface_config
+from megalite.config.entry import fill_from_adapter
 from megalite.config.errors import FlagError, UserError
+from megalite.config.schema import RunConfig
 from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.peft.adapter import plan_adapter
 from megalite.peft.convert import from_peft
-from megalite.peft.files import base_note, read_adapter, with_adapter_settings
+from megalite.peft.files import adapter_settings, base_note, peft_config, read_adapter
 from tests.models.hf_models import VOCABULARY, llama_like
-from tests.peft.interop import make_and_save, stages_of
+from tests.peft.interop import make_and_save
 
 
 @pytest.fixture
@@ -38,14 +41,13 @@ def _edit(folder: Path, **changes: Any) -> None:
 
 
 def _load(base: Path, adapter: Path) -> None:
-    mesh = single_process_mesh()
-    (model,) = stages_of(str(base), mesh)
-    plan_adapter(with_adapter_settings(PeftConfig(load_adapter=str(adapter))), model.config, VOCABULARY, mesh.world)
+    model = read_huggingface_config(str(base)).model
+    plan_adapter(peft_config(adapter), model, VOCABULARY, single_process_mesh().world)
 
 
 def test_a_folder_that_is_missing_or_damaged_is_named(base: Path) -> None:
     with pytest.raises(UserError, match="nowhere holds no adapter_config.json"):
-        with_adapter_settings(PeftConfig(load_adapter="nowhere"))
+        peft_config("nowhere")
     folder = _save(base, {"peft": "lora"})
     (folder / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(UserError, match=r"adapter_model\.safetensors"):
@@ -99,17 +101,11 @@ def test_an_adapter_of_another_model_is_refused_in_one_message(base: Path, value
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"target_modules": ["q_proj", "k_proj", "v_proj"]},
-            r"o_proj: it has matrices, but isn't in target_modules",
-        ),
+        ({"target_modules": ["q_proj", "k_proj", "v_proj"]}, r"o_proj: it has matrices, but isn't in target_modules"),
         ({"target_modules": r".*\.[qkv]_proj"}, r"o_proj: it has matrices"),
         ({"exclude_modules": ["k_proj"]}, r"k_proj: it has matrices"),
         ({"layers_to_transform": [0]}, r"layers\.1\.self_attn\.k_proj: it has matrices"),
-        (
-            {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]},
-            "up_proj: in target_modules, but",
-        ),
+        ({"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]}, "up_proj: in target_modules, but"),
         ({"r": 8}, r"_proj has matrices of rank 16, but adapter_config\.json says 8"),
         ({"rank_pattern": {"q_proj": 8}}, r"_proj has matrices of rank 16, but adapter_config\.json says 8"),
     ],
@@ -156,9 +152,8 @@ def test_a_head_must_be_of_as_many_classes_and_as_wide(base: Path, shape: tuple[
     folder = _save(base, {"peft": "prompt"})
     path = folder / "adapter_model.safetensors"
     save_file({**load_file(path), "base_model.model.score.weight": torch.zeros(shape)}, path)
-    (model,) = stages_of(str(base), single_process_mesh())
     with pytest.raises(UserError, match="its head is of shape"):
-        from_peft(read_adapter(folder), model.config, VOCABULARY, 2)
+        from_peft(read_adapter(folder), read_huggingface_config(str(base)).model, VOCABULARY, 2)
 
 
 def test_an_adapter_of_another_name_is_told(base: Path) -> None:
@@ -171,14 +166,16 @@ def test_an_adapter_of_another_name_is_told(base: Path) -> None:
 
 def test_the_folder_says_kind_rank_scale_and_length(base: Path) -> None:
     folder = _save(base, {"peft": "lora", "lora_rank": 3, "lora_alpha": 5, "use_rslora": True})
-    settled = with_adapter_settings(PeftConfig(load_adapter=str(folder)))
-    assert (settled.peft, settled.lora_rank, settled.lora_alpha, settled.use_rslora) == ("lora", 3, 5, True)
+    config = RunConfig(peft=PeftConfig(load_adapter=str(folder), lora_rank=4))
     with pytest.raises(FlagError, match="--lora-rank 4: --load-adapter .* has 3"):
-        with_adapter_settings(PeftConfig(load_adapter=str(folder), lora_rank=4))
+        fill_from_adapter(config, adapter_settings(folder), {"peft.lora_rank"})
+    fill_from_adapter(config, adapter_settings(folder), ())
+    filled = config.peft
+    assert (filled.peft, filled.lora_rank, filled.lora_alpha, filled.use_rslora) == ("lora", 3, 5, True)
     folder = _save(base, {"peft": "prompt", "num_virtual_tokens": 3})
-    assert with_adapter_settings(PeftConfig(load_adapter=str(folder))).num_virtual_tokens == 3
     with pytest.raises(FlagError, match="--peft lora: --load-adapter .* has prompt"):
-        with_adapter_settings(PeftConfig(peft="lora", load_adapter=str(folder)))
+        fill_from_adapter(config, adapter_settings(folder), {"peft.peft"})
+    assert peft_config(folder).num_virtual_tokens == 3
 
 
 def test_targets_get_short_names_only_where_they_mean_no_other_layer(tmp_path: Path) -> None:

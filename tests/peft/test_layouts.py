@@ -5,14 +5,13 @@ The layouts one by one, with sharding: `tests/verify/test_finetuning_matrix.py`.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from megalite.distributed.pool import ProcessPool
-from tests.peft.runs import Outcome, adapter_config, run_adapter, worst
+from megalite.verify.proof import Prover
+from tests.peft.runs import adapter_config
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"peft": "lora", "lora_target_modules": ["all-linear"]},
@@ -48,23 +47,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@cache
-def _truth(pool: ProcessPool, kind: str) -> Outcome:
-    return run_adapter(pool, adapter_config(**KINDS[kind]), 1)[0]
-
-
 PIPELINE = "TP 2 x PP 2, VPP 2, recompute"
 SHARED = "TP 4, keys and values shared"
+
+
+@pytest.fixture(scope="module")
+def prover(pool: ProcessPool) -> Prover:
+    return Prover(pool, steps=2)
 
 
 @pytest.mark.parametrize(
     ("kind", "layout"), [*((kind, PIPELINE) for kind in KINDS), *((kind, SHARED) for kind in ("lora", "prefix"))]
 )
-def test_losses_and_gradients_equal_one_process(pool: ProcessPool, kind: str, layout: str) -> None:
+def test_losses_and_gradients_equal_one_process(prover: Prover, kind: str, layout: str) -> None:
     ranks, flags = LAYOUTS[layout]
-    outcomes = run_adapter(pool, adapter_config(**KINDS[kind], **flags), ranks)
-    truth = _truth(pool, kind)
-    assert truth.losses[0] != truth.losses[-1]
-    assert worst(outcomes[0], truth) <= 1e-10
-    for outcome in outcomes:
-        assert all(torch.equal(outcome.before[name], outcome.after[name]) for name in outcome.before)
+    assert prover.prove(adapter_config(**KINDS[kind], **flags), ranks).worst <= 1e-10

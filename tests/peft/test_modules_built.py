@@ -15,11 +15,10 @@ from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.pieces import whole
-from megalite.inference.generate import GenerationCache, virtual_tokens, visible_keys
 from megalite.models.gpt import plain_info
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.nn.linear import linear
-from megalite.nn.module import SequenceInfo, named_specs
+from megalite.nn.module import named_specs
 from megalite.peft.adapter import plan_adapter
 from megalite.peft.apply import apply_peft, count_parameters
 from megalite.peft.virtual import backend_problem
@@ -150,34 +149,6 @@ def test_the_unfused_kernel_gives_the_same(kind: str) -> None:
         apply_peft([model], KINDS[kind], mesh=mesh, precision=FP64, seed=1)
         results.append(model(tokens, plain_info(tokens)))
     assert torch.allclose(*results, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["lora", "prefix", "prompt"])
-def test_tokens_that_come_in_parts_with_a_cache_give_the_same(kind: str) -> None:
-    """Prompts of two lengths, padded on the left, against each prompt alone."""
-    mesh, tokens = single_process_mesh(), tiny_tokens(2, 9)[:, :-1]
-    model = tiny_model(mesh, FP64, init_method_std=0.3, **LLAMA)
-    apply_peft([model], KINDS[kind], mesh=mesh, precision=FP64, seed=1)
-    pads = torch.tensor([0, 4])
-    virtual = model.sequence_length(0)
-    cache = GenerationCache(model, tokens=9 + virtual_tokens(model), batch=2)
-    parts = []
-    with torch.no_grad():
-        for first, last in ((0, 6), (6, 8), (8, 9)):
-            queries = torch.arange(first, last)
-            info = SequenceInfo(
-                position_ids=(queries - pads[:, None]).clamp_min(0),
-                token_index=queries,
-                visible=visible_keys(queries, pads, None),
-                cache=cache,
-                begins=first == 0,
-            )
-            parts.append(model(tokens[:, first:last], info)[-(last - first) :])
-        together = torch.cat(parts)
-        for row, pad in enumerate(pads.tolist()):
-            alone = tokens[row : row + 1, pad:]
-            expected = model(alone, plain_info(alone))[virtual:]
-            assert torch.allclose(together[pad:, row : row + 1], expected, rtol=0, atol=1e-12)
 
 
 def test_a_frozen_weight_keeps_no_input_for_its_gradient() -> None:

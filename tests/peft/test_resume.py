@@ -11,22 +11,18 @@ import torch
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.errors import FlagError, UserError
-from megalite.config.resolve import resolve
 from megalite.config.schema import RunConfig, TokenizerConfig
 from megalite.data.tokenizers import HuggingFaceTokenizer
-from megalite.distributed.launch import Environment
-from megalite.distributed.mesh import single_process_mesh
 from megalite.peft.files import read_adapter, read_class_names, write_adapter
-from megalite.training.prepare import prepare_config
-from megalite.training.run import Run
+from megalite.training.loop import Loop
 from tests.data.chat_files import CHATML_TEMPLATE, SPECIAL, chat_tokenizer, write_lines
-from tests.peft.runs import adapter_config
+from tests.peft.runs import adapter_config, build
 
 
 def start(config: RunConfig, *, save: Path | None = None) -> None:
     if save is not None:
         config.checkpoint.save = str(save)
-    run = Run(prepare_config(resolve(config, 1), Environment()), single_process_mesh())
+    run = build(config)
     run.trainer.step()
     run.save()
     run.close()
@@ -45,7 +41,7 @@ def test_a_template_that_goes_during_the_run_is_still_with_the_adapter_and_besid
     config.finetune.task, config.finetune.chat_template = "sft", str(template)
     config.data.seq_length = 32
     config.finetune.sft_data = [write_lines(tmp_path / "chats.jsonl", [{"messages": messages}] * 2)]
-    run = Run(prepare_config(resolve(config, 1), Environment()), single_process_mesh())
+    run = build(config)
     template.unlink()
     shutil.rmtree(tokenizer)
     run.save()
@@ -148,7 +144,7 @@ def test_the_adapter_is_there_although_the_checkpoint_could_not_be_saved(
     def full(*_: object, **__: object) -> None:
         raise CheckpointError("No space left on device")
 
-    monkeypatch.setattr("megalite.training.run.save_checkpoint", full)
+    monkeypatch.setattr("megalite.training.resume.save_checkpoint", full)
     config = adapter_config("lora", pretrained_checkpoint=str(folders / "model"), save_adapter=str(tmp_path / "lora"))
     with pytest.raises(CheckpointError, match="No space left"):
         start(config, save=tmp_path / "run")
@@ -164,10 +160,9 @@ def test_a_best_adapter_that_cannot_be_saved_names_its_own_flag(
     monkeypatch.setattr("megalite.peft.adapter.write_adapter", full)
     config = adapter_config("lora", save_best_adapter=str(tmp_path / "best"))
     config.data.split, config.validation.eval_iters = "9,1,0", 1
-    config = resolve(config, 1)
-    run = Run(prepare_config(config, Environment()), single_process_mesh())
+    run = build(config)
     with pytest.raises(CheckpointError, match=f"--save-best-adapter {tmp_path}/best: No space left"):
-        run.loop().validated(1.0)
+        Loop(run).validated(1.0)
     run.close()
 
 

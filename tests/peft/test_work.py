@@ -14,7 +14,7 @@ from megalite.checkpoint.huggingface.config import read_huggingface_config
 from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.peft.adapter import AdapterPlan, plan_adapter
-from megalite.peft.files import with_adapter_settings
+from megalite.peft.files import peft_config
 from tests.models.hf_models import VOCABULARY, gpt2, llama_like
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,9 +34,8 @@ def _forward_flops(model: nn.Module, tokens: Tensor) -> int:
     return counter.get_total_flops()
 
 
-def _plan(peft: PeftConfig, base: Path) -> tuple[AdapterPlan, Any]:
-    model = read_huggingface_config(str(base)).model
-    return plan_adapter(peft, model, VOCABULARY, single_process_mesh().world), model
+def _plan(peft: PeftConfig, base: Path) -> AdapterPlan:
+    return plan_adapter(peft, read_huggingface_config(str(base)).model, VOCABULARY, single_process_mesh().world)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -51,9 +50,9 @@ def test_lora_multiplies_a_token_by_as_many_weights_as_in_peft(tmp_path: Path, c
     before = _forward_flops(model, tokens)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **values)).eval()
     adapted.save_pretrained(str(adapter))
-    plan, config = _plan(with_adapter_settings(PeftConfig(load_adapter=str(adapter))), base)
+    plan = _plan(peft_config(adapter), base)
     for head in (False, True):
-        work = plan.work(config, head=head)
+        work = plan.work(head=head)
         assert 2 * tokens.numel() * work.matmul == _forward_flops(adapted, tokens) - before > 0
         assert (work.head, work.virtual_tokens) == (head, 0)
 
@@ -61,6 +60,6 @@ def test_lora_multiplies_a_token_by_as_many_weights_as_in_peft(tmp_path: Path, c
 def test_a_prompts_tokens_are_computed_and_a_prefix_is_only_attended_to(tmp_path: Path) -> None:
     llama_like("Llama").save_pretrained(tmp_path)
     for kind in ("prompt", "prefix"):
-        plan, config = _plan(PeftConfig(peft=kind, num_virtual_tokens=6), tmp_path)
-        work = plan.work(config, head=False)
+        plan = _plan(PeftConfig(peft=kind, num_virtual_tokens=6), tmp_path)
+        work = plan.work(head=False)
         assert (work.matmul, work.virtual_tokens, work.computed) == (0, 6, kind == "prompt")

@@ -72,8 +72,7 @@ def test_the_perplexity_of_a_loss_that_is_no_number_is_none_either(
 
 
 @pytest.mark.parametrize(
-    ("flag", "module"),
-    [("tensorboard_dir", "torch.utils.tensorboard"), ("wandb_project", "wandb")],
+    ("flag", "module"), [("tensorboard_dir", "torch.utils.tensorboard"), ("wandb_project", "wandb")]
 )
 def test_a_package_that_cannot_be_imported_is_named_with_its_flag_before_anything_is_built(
     flag: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

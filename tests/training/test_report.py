@@ -10,13 +10,11 @@ import torch
 from megalite.config.errors import FlagError
 from megalite.config.resolve import resolve
 from megalite.distributed.launch import Environment
-from megalite.distributed.mesh import single_process_mesh
 from megalite.estimate.memory import MemoryEstimate
 from megalite.training import report
 from megalite.training.prepare import prepare, prepare_config
 from megalite.training.report import check_memory, memory_by_stage
-from megalite.training.run import Run
-from tests.peft.runs import adapter_config
+from tests.peft.runs import adapter_config, build
 
 COMMAND = (
     "--seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
@@ -28,9 +26,9 @@ COMMAND = (
 def test_what_is_predicted_without_a_model_is_what_the_model_then_holds(peft: str) -> None:
     prepared = prepare_config(resolve(adapter_config(peft), 1), Environment())
     (predicted,) = memory_by_stage(prepared.config, prepared.vocab_size, prepared.backend, 1)
-    run = Run(prepared, single_process_mesh())
+    run = build(adapter_config(peft))
     run.close()
-    parameters = [parameter for stage in run.stages for parameter in stage.parameters()]
+    parameters = [parameter for stage in run.model.stages for parameter in stage.parameters()]
     trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     assert predicted.parameters == sum(parameter.nbytes for parameter in parameters)
     assert predicted.main_gradients == trained and predicted.moments == 2 * trained
@@ -39,11 +37,6 @@ def test_what_is_predicted_without_a_model_is_what_the_model_then_holds(peft: st
 def test_a_model_that_no_memory_here_can_hold_is_refused_before_it_is_built() -> None:
     with pytest.raises(FlagError, match=r"--num-layers.*tools/verify_parallel.py --shrink"):
         prepare(f"{COMMAND} gpt3-175b".split(), Environment(), program="", description="")
-
-
-def test_a_model_that_fits_is_told_of_before_it_is_built() -> None:
-    notes = prepare(f"{COMMAND} llama-tiny".split(), Environment(), program="", description="").notes
-    assert [note.split(":")[0] for note in notes] == ["predicted memory per rank"]
 
 
 def test_activations_that_may_not_fit_are_a_warning_and_count_for_each_process_here(

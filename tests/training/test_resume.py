@@ -15,17 +15,15 @@ from megalite.config.errors import FlagError
 from megalite.config.resolve import resolve
 from megalite.config.schema import RunConfig
 from megalite.distributed.launch import Environment
-from megalite.distributed.mesh import single_process_mesh
 from megalite.training.prepare import prepare_config
-from megalite.training.run import Run
 from tests.data.token_files import write_tokens
-from tests.peft.runs import adapter_config
+from tests.peft.runs import adapter_config, build
 
 STEPS = 3
 
 
 def go(config: RunConfig, steps: int = STEPS) -> None:
-    run = Run(prepare_config(resolve(config, 1), Environment()), single_process_mesh())
+    run = build(config)
     for _ in range(steps):
         run.trainer.step()
     run.save()

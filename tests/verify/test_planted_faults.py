@@ -68,7 +68,7 @@ def _swapped_stages(mesh: Mesh, values: Values, steps: int) -> Trace | None:
             for span, (first, last) in zip(spans, layers, strict=True)
         ]
 
-    with mock.patch("megalite.training.run.stage_spans", swapped):
+    with mock.patch("megalite.training.model.stage_spans", swapped):
         return trace(mesh, values, steps)
 
 

@@ -1,0 +1,51 @@
+"""Forwards and backwards of a batch over the pipeline, for a step of training or an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from megalite.data.microbatch import Microbatch
+from megalite.models.gpt import GPTStage
+from megalite.pipeline.runtime import PipelineRuntime, Recorder
+from megalite.pipeline.transport import ProcessGroupTransport
+from megalite.training.executor import GPTExecutor, Plan
+from megalite.training.model import TrainedModel
+
+OnOutput = Callable[[GPTStage, Tensor, Microbatch], None]
+"""Gets the last stage's hidden states [s, b, h] of a microbatch, on the ranks of that stage."""
+
+
+class Engine:
+    """`recorder`: is told of every action of training."""
+
+    def __init__(self, model: TrainedModel, recorder: Recorder | None = None):
+        config, mesh = model.config, model.mesh
+        smoothing = config.model.label_smoothing
+        self.executor = GPTExecutor(model.stages, mesh, label_smoothing=smoothing, optimizer=model.optimizer)
+        self.plan = Plan(config, mesh.pp.rank)
+        transport = None
+        if mesh.pp.size > 1:
+            timeout = timedelta(minutes=config.layout.distributed_timeout_minutes)
+            transport = ProcessGroupTransport(mesh.pp, len(model.stages), mesh.device, timeout=timeout)
+        # This stream alone: another may hold a receive that was posted early and ends only after later actions.
+        wait = torch.cuda.current_stream().synchronize if mesh.device.type == "cuda" else None
+        self._training = PipelineRuntime(self.executor, recorder, wait, transport)
+        self._evaluation = PipelineRuntime(self.executor, None, wait, transport)
+
+    def train(self, microbatches: list[Microbatch], *, scale: Tensor, dropout_key: Tensor) -> Tensor:
+        """Gradients of the summed losses times `scale`, into the buffers; that sum, float64, on the device: zero on
+        ranks of other stages than the last."""
+        self.executor.begin(microbatches, scale=scale, dropout_key=dropout_key)
+        self._training.run(self.plan.training(len(microbatches)))
+        return self.executor.loss_sum
+
+    def evaluate(self, microbatches: list[Microbatch], on_output: OnOutput | None = None) -> Tensor:
+        """The summed losses as above, of forwards alone."""
+        self.executor.on_evaluated = on_output
+        self.executor.begin(microbatches)
+        self._evaluation.run(self.plan.evaluation(len(microbatches)))
+        return self.executor.loss_sum
