@@ -23,7 +23,8 @@ from megalite.distributed.collectives import (
 from megalite.distributed.mesh import Group
 from megalite.distributed.param_spec import ZEROS, Box, Init, ParamSpec, cut, replicated
 from megalite.nn.gradients import GradientSink, WeightGradients, sink_of
-from megalite.nn.module import Build, SequenceInfo, ShardedModule
+from megalite.nn.module import Build, ShardedModule
+from megalite.nn.tokens import Tokens
 from megalite.precision.products import Products
 
 
@@ -177,12 +178,12 @@ class ColumnParallelLinear(ShardedModule):
             self.bias = self.add_parameter("bias", spec, build)
         self.lora: nn.Module | None = None
 
-    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         """`x` [s, b, in], equal on all ranks (or this rank's part of s) → [s, b, local outputs], flat."""
         y = linear(x, self.weight, self.group, gather=self.gather, gradients=self.gradients, products=self.products)
         if self.bias is not None:
             y = y + self.bias.view(-1)
-        return y if self.lora is None else cast(Tensor, self.lora(y, x, info))
+        return y if self.lora is None else cast(Tensor, self.lora(y, x, tokens))
 
 
 class RowParallelLinear(ShardedModule):
@@ -206,7 +207,7 @@ class RowParallelLinear(ShardedModule):
             self.bias = self.add_parameter("bias", spec, build)
         self.lora: nn.Module | None = None
 
-    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         """`x` [s, b, in / tp] → [s, b, out], equal on all ranks (or this rank's part of s)."""
         group = self.group if self.scatter else None
         y = linear(x, self.weight, group, scatter=self.scatter, gradients=self.gradients, products=self.products)
@@ -214,4 +215,4 @@ class RowParallelLinear(ShardedModule):
             y = reduce_from_group(y, self.group)
         if self.bias is not None:
             y = y + self.bias
-        return y if self.lora is None else cast(Tensor, self.lora(y, x, info))
+        return y if self.lora is None else cast(Tensor, self.lora(y, x, tokens))

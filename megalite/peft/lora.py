@@ -21,7 +21,8 @@ from megalite.distributed.param_spec import ZEROS, Init, ParamSpec, cut, replica
 from megalite.nn.dropout import dropout
 from megalite.nn.gradients import sink_of
 from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
-from megalite.nn.module import Build, SequenceInfo, ShardedModule
+from megalite.nn.module import Build, ShardedModule
+from megalite.nn.tokens import Tokens
 
 Range = tuple[int, int]
 Place = tuple[tuple[Any, ...], float]
@@ -118,14 +119,12 @@ class _Pair(ShardedModule):
         self.a = self.add_parameter("a", a, build)
         self.b = self.add_parameter("b", b, build)
 
-    def down(self, x: Tensor, info: SequenceInfo | None, tokens: Tensor | None, first: int, width: int) -> Tensor:
-        """A dropout(`x`). `tokens`: which of the sequence `x` [s, b, columns] holds; its columns begin at `first` of
-        `width`."""
-        keys = None if info is None else info.dropout_keys
-        if keys is not None and self.settings.drop:
-            assert tokens is not None
+    def down(self, x: Tensor, keys: Tensor | None, index: Tensor | None, first: int, width: int) -> Tensor:
+        """A dropout(`x`). `keys`: the dropout keys; None: it drops nothing. `index`: which tokens of the sequence `x`
+        [s, b, columns] holds; its columns begin at `first` of `width`."""
+        if keys is not None and index is not None and self.settings.drop:
             columns = first + torch.arange(x.shape[-1], device=x.device)
-            index = (tokens[:, None] * width + columns)[:, None, :]
+            index = (index[:, None] * width + columns)[:, None, :]
             key = random.fold(keys, self.settings.layer, f"lora {self.settings.part}")
             x = dropout(x, self.settings.drop, key[None, :, None], index)
         return linear(x, self.a, gradients=self.gradients)
@@ -154,11 +153,12 @@ class ColumnLora(ShardedModule):
             self.rows.append(((mine,), 1.0))
             self.columns.append(((*outputs, ..., mine), settings.scale))
 
-    def forward(self, y: Tensor, x: Tensor, info: SequenceInfo | None) -> Tensor:
+    def forward(self, y: Tensor, x: Tensor, tokens: Tokens | None) -> Tensor:
         """`y` [s, b, local outputs], to which is added in place; `x` as for the layer."""
         pairs = [pair for pair in self.children() if isinstance(pair, _Pair)]
-        if self.drops and info is not None and info.dropout_keys is not None:  # each drops elements of its own
-            narrow = torch.cat([pair.down(x, info, info.token_index, 0, self.inputs) for pair in pairs], dim=-1)
+        if self.drops and tokens is not None and tokens.dropout_keys is not None:  # each drops elements of its own
+            at = tokens.dropout_keys, tokens.index_between_blocks
+            narrow = torch.cat([pair.down(x, *at, 0, self.inputs) for pair in pairs], dim=-1)
         elif len(pairs) == 1:
             narrow = linear(x, pairs[0].a, gradients=self.gradients)
         else:
@@ -181,15 +181,13 @@ class RowLora(ShardedModule):
         b = ParamSpec(whole, whole, replicated(whole, place, partial=base.scatter), ZEROS)
         self.add_module(settings.part, _Pair(build, settings, a, b))
 
-    def forward(self, y: Tensor, x: Tensor, info: SequenceInfo | None) -> Tensor:
+    def forward(self, y: Tensor, x: Tensor, tokens: Tokens | None) -> Tensor:
         """`y` [s, b, out], to which is added in place, with sequence parallelism this rank's part of s; `x` [s, b,
         in / tp]."""
         pair = self.get_submodule(self.settings.part)
         assert isinstance(pair, _Pair)
-        tokens = None if info is None else info.token_index
-        if self.scatter:  # within the layer the sequence is whole
-            tokens = torch.arange(x.shape[0], device=x.device)
-        narrow = pair.down(x, info, tokens, self.group.rank * x.shape[-1], self.inputs)
+        at = (None, None) if tokens is None else (tokens.dropout_keys, tokens.queries.index)
+        narrow = pair.down(x, *at, self.group.rank * x.shape[-1], self.inputs)
         narrow = reduce_from_group(narrow, self.group, sequence_parallel=self.scatter)
         b = _assemble(tuple(pair.b.shape), [((...,), self.settings.scale)], [pair.b])
         return linear(narrow, b, onto=y)

@@ -8,7 +8,7 @@ boundary leaves without its graph: the graph is kept by its edge, so the activat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from megalite.data.microbatch import Microbatch
 from megalite.distributed import random
 from megalite.distributed.mesh import Mesh
 from megalite.models.gpt import GPTStage
-from megalite.nn.attention import cumulative_lengths
-from megalite.nn.module import SequenceInfo
+from megalite.nn.tokens import Tokens, cumulative_lengths
 from megalite.optimizer.optimizer import Optimizer
 from megalite.pipeline.lowering import lower
 from megalite.pipeline.schedules import Action, build_schedule, forward_only
@@ -63,25 +62,21 @@ HIDDEN = "hidden"  # activations between stages: [s, b, h], with sequence parall
 _WORTH = 0.9  # of all tokens: a copy of those counted is read and written, which costs less than a tenth of the layer
 
 
-def move(batch: Microbatch, mesh: Mesh, dropout_key: Tensor | None = None) -> tuple[Microbatch, SequenceInfo]:
-    """A microbatch on the mesh's device, and what a forward needs to know of it. `dropout_key`: the run's, on
+def move(batch: Microbatch, mesh: Mesh, dropout_key: Tensor | None = None) -> tuple[Microbatch, Tokens]:
+    """A microbatch on the mesh's device, and what a forward needs to know of its tokens. `dropout_key`: the run's, on
     that device, None in evaluation."""
-    device, borders = mesh.device, None
-    if batch.document_ids is not None and device.type == "cuda":
+    borders = None
+    if batch.document_ids is not None and mesh.device.type == "cuda":
         # Their number is data: found on the host, so that nothing waits for the device.
         borders = mesh.upload(cumulative_lengths(batch.document_ids))
     batch = batch.map(mesh.upload)
-    token_index = torch.arange(batch.tokens.shape[1], device=device)
-    if mesh.layout.sequence_parallel:
-        token_index = token_index.chunk(mesh.tp.size)[mesh.tp.rank]
-    info = SequenceInfo(
-        position_ids=batch.position_ids,
-        token_index=token_index,
-        document_ids=batch.document_ids,
-        document_borders=borders,
+    tokens = replace(
+        Tokens.whole(batch.position_ids, batch.document_ids),
+        group=mesh.tp if mesh.layout.sequence_parallel else None,
+        borders=borders,
         dropout_keys=None if dropout_key is None else random.fold(dropout_key, batch.sample_ids),
     )
-    return batch, info
+    return batch, tokens
 
 
 def counted_tokens(loss_mask: Tensor) -> Tensor | None:
@@ -146,13 +141,13 @@ class GPTExecutor:
         stage = self.stages[chunk]
         if self.optimizer is not None:
             self.optimizer.forward_begins()
-        batch, info = move(self._microbatches[microbatch], self.mesh, self._dropout_key)
+        batch, tokens = move(self._microbatches[microbatch], self.mesh, self._dropout_key)
         received = None
         if not stage.span.has_embedding:
             assert inputs is not None
             received = inputs[HIDDEN].detach().requires_grad_(self._training)
         with torch.set_grad_enabled(self._training):
-            result = stage(batch.tokens if received is None else received, info)
+            result = stage(batch.tokens if received is None else received, tokens)
             if stage.span.has_output:
                 if self.on_evaluated is not None and not self._training:
                     self.on_evaluated(stage, result, batch)

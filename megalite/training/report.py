@@ -70,7 +70,7 @@ def predicted_memory(
             stage.vocab_size,
             layers=len(stage.decoder.layers),
             has_output=stage.output_layer is not None,
-            fused_attention=stage.backend.kernel != "unfused",
+            fused_attention=stage.core.backend.kernel != "unfused",
         )
         for stage in stages
     ]

@@ -58,7 +58,7 @@ def counted_loss_and_gradients(mesh: Mesh, overrides: dict[str, Any], chosen: bo
     tokens, labels = text[:, :-1], text[:, 1:]
     info = plain_info(tokens)
     if mesh.layout.sequence_parallel:
-        info = replace(info, token_index=info.token_index.chunk(mesh.tp.size)[mesh.tp.rank])
+        info = replace(info, group=mesh.tp)
     hidden = model(tokens, info)
     if chosen:
         losses = model.token_losses(hidden, labels, counted=COUNTED.flatten().nonzero().flatten())
