@@ -11,16 +11,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from megalite.pipeline.lowering import (
-    RECV_BACKWARD,
-    RECV_FORWARD,
-    SEND_BACKWARD,
-    SEND_FORWARD,
-    SENDS,
-    WAITS,
-)
+from megalite.pipeline.lowering import RECV_BACKWARD, RECV_FORWARD, SEND_BACKWARD, SEND_FORWARD, SENDS, WAITS
 from megalite.pipeline.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
-from megalite.pipeline.transport import Shapes, Tensors, Transport
+from megalite.pipeline.transport import ProcessGroupTransport, Shapes, Tensors
 
 
 class Executor(Protocol):
@@ -68,7 +61,7 @@ class PipelineRuntime:
         executor: Executor,
         recorder: Recorder | None = None,
         wait: Callable[[], None] | None = None,
-        transport: Transport | None = None,
+        transport: ProcessGroupTransport | None = None,
     ):
         """`wait`: called before a time is taken, so that work queued on a device is counted where it belongs. It may
         wait for the current stream alone: another one may hold a receive that ends only after later actions.
@@ -155,7 +148,7 @@ class PipelineRuntime:
         self._carrier.send(action, tensors)
 
     @property
-    def _carrier(self) -> Transport:
+    def _carrier(self) -> ProcessGroupTransport:
         assert self.transport is not None, "stages that send to each other need a transport"
         return self.transport
 

@@ -74,7 +74,7 @@ def simulate(lowered: Schedule, costs: Costs) -> Timeline:
                 lane.sent.append((message, now, costs(rank, action)))
             else:
                 lane.posted.append((message, now))
-            lane.settle()
+            lane.deliver()
         else:
             end = now + costs(rank, action)
         ranks[rank].append(Span(action, now, end))
@@ -101,7 +101,7 @@ class _Lane:
         self.arrivals: dict[Message, float] = {}
         self.last = 0.0
 
-    def settle(self) -> None:
+    def deliver(self) -> None:
         """Let the messages arrive that are both sent and expected."""
         while self.sent and self.posted:
             message, sent, travel = self.sent.popleft()

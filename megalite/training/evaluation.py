@@ -91,7 +91,7 @@ class Evaluator:
             self.runtime.run(self.plan.evaluation(len(batches)))
             sums[0] += self.executor.loss_sum
             if self.mesh.pp.rank == self.mesh.pp.size - 1:  # where the losses are
-                sums[1] += self.mesh.upload(torch.stack([batch.loss_mask.sum() for batch in batches]).sum())
+                sums[1] += self.mesh.upload(self.executor.objective.normaliser(batches))
             done += 1
             if (now := time.monotonic()) - reported > PROGRESS_SECONDS:
                 most = "" if validation.full_validation else f" of at most {validation.eval_iters}"

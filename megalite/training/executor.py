@@ -24,6 +24,7 @@ from megalite.nn.tokens import Tokens, cumulative_lengths
 from megalite.optimizer.optimizer import Optimizer
 from megalite.pipeline.lowering import lower
 from megalite.pipeline.schedules import Action, build_schedule, forward_only
+from megalite.training.objective import TokenLoss
 
 
 class Plan:
@@ -59,7 +60,6 @@ class Plan:
 
 Tensors = dict[str, Tensor]
 HIDDEN = "hidden"  # activations between stages: [s, b, h], with sequence parallelism this rank's part of s
-_WORTH = 0.9  # of all tokens: a copy of those counted is read and written, which costs less than a tenth of the layer
 
 
 def move(batch: Microbatch, mesh: Mesh, dropout_key: Tensor | None = None) -> tuple[Microbatch, Tokens]:
@@ -79,18 +79,11 @@ def move(batch: Microbatch, mesh: Mesh, dropout_key: Tensor | None = None) -> tu
     return batch, tokens
 
 
-def counted_tokens(loss_mask: Tensor) -> Tensor | None:
-    """Which of the s · b tokens the loss counts, int64 [n], where that leaves out enough for the output layer to gain
-    by it; else None. `loss_mask` [b, s] on the host, so that nothing waits for the device."""
-    counted = loss_mask.t().flatten().nonzero().flatten()
-    return counted if 0 < len(counted) <= _WORTH * loss_mask.numel() else None
-
-
 @dataclass(frozen=True)
 class _Kept:
     """What the backward of one (chunk, microbatch) needs: where its graph begins and ends."""
 
-    edge: GradientEdge
+    edges: list[GradientEdge]  # of what it sends, if anything, then of its losses
     input: Tensor | None  # None where the stage begins with the embedding
 
 
@@ -98,14 +91,14 @@ class GPTExecutor:
     """Forward and backward of one rank's chunks on the microbatches of one step."""
 
     def __init__(
-        self, stages: Sequence[GPTStage], mesh: Mesh, *, label_smoothing: float, optimizer: Optimizer | None = None
+        self, stages: Sequence[GPTStage], mesh: Mesh, objective: TokenLoss, *, optimizer: Optimizer | None = None
     ):
         """`optimizer`: is told when a chunk's forwards and backwards begin and end.
 
         `on_evaluated`, where it is set, gets the last stage's result of each microbatch of an evaluation.
         """
         self.optimizer = optimizer
-        self.stages, self.mesh, self.label_smoothing = list(stages), mesh, label_smoothing
+        self.stages, self.mesh, self.objective = list(stages), mesh, objective
         self._microbatches: list[Microbatch] = []
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._weight_jobs: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -138,32 +131,34 @@ class GPTExecutor:
 
     def forward(self, chunk: int, microbatch: int, inputs: Tensors | None = None) -> Tensors | None:
         """Run a chunk. The last stage adds its loss to `loss_sum`; others return what the next one needs."""
-        stage = self.stages[chunk]
+        stage, host = self.stages[chunk], self._microbatches[microbatch]
         if self.optimizer is not None:
             self.optimizer.forward_begins()
-        batch, tokens = move(self._microbatches[microbatch], self.mesh, self._dropout_key)
+        batch, tokens = move(host, self.mesh, self._dropout_key)
         received = None
         if not stage.span.has_embedding:
             assert inputs is not None
             received = inputs[HIDDEN].detach().requires_grad_(self._training)
         with torch.set_grad_enabled(self._training):
-            result = stage(batch.tokens if received is None else received, tokens)
-            if stage.span.has_output:
-                if self.on_evaluated is not None and not self._training:
-                    self.on_evaluated(stage, result, batch)
-                counted = counted_tokens(self._microbatches[microbatch].loss_mask)
-                result = self._loss(stage, result, batch, None if counted is None else self.mesh.upload(counted))
-        if self._training:
-            self._kept[chunk, microbatch] = _Kept(get_gradient_edge(result), received)
-        return None if stage.span.has_output else {HIDDEN: result.detach()}
+            hidden = stage(batch.tokens if received is None else received, tokens)
+            losses = self._losses(stage, hidden, host, batch)
+            for loss in losses:
+                self.loss_sum += loss.detach()
+            sent = [] if stage.span.has_output else [hidden]
+            if self._training:
+                ends = [get_gradient_edge(end) for end in (*sent, *(loss * self._scale for loss in losses))]
+                self._kept[chunk, microbatch] = _Kept(ends, received)
+        return {HIDDEN: hidden.detach()} if sent else None
 
-    def _loss(self, stage: GPTStage, hidden: Tensor, batch: Microbatch, counted: Tensor | None) -> Tensor:
-        """The summed loss of a microbatch's unmasked tokens, scaled for its backward."""
-        smoothing = self.label_smoothing if self._training else 0.0
-        losses = stage.token_losses(hidden, batch.labels, label_smoothing=smoothing, counted=counted)
-        total = (losses if counted is not None else losses.where(batch.loss_mask.t(), 0.0)).sum()
-        self.loss_sum += total.detach()
-        return total * self._scale
+    def _losses(self, stage: GPTStage, hidden: Tensor, host: Microbatch, batch: Microbatch) -> list[Tensor]:
+        """What a stage adds to the summed loss of a microbatch, on the host and on the device."""
+        if not stage.span.has_output:
+            return []
+        if self.on_evaluated is not None and not self._training:
+            self.on_evaluated(stage, hidden, batch)
+        chosen = self.objective.chosen(host)
+        chosen = None if chosen is None else self.mesh.upload(chosen)
+        return [self.objective.loss(stage, hidden, batch, chosen, training=self._training)]
 
     def backward(self, chunk: int, microbatch: int, output_grads: Tensors | None = None) -> Tensors | None:
         """Accumulate the gradients of a chunk's parameters; return those of its inputs."""
@@ -179,8 +174,8 @@ class GPTExecutor:
         if self.optimizer is not None:
             self.optimizer.backward_begins()
         kept = self._kept.pop((chunk, microbatch))
-        grad = None if output_grads is None else output_grads[HIDDEN]
-        torch.autograd.backward([kept.edge], None if grad is None else [grad])
+        grads = [] if output_grads is None else [output_grads[HIDDEN]]
+        torch.autograd.backward(kept.edges, [*grads, *[None] * (len(kept.edges) - len(grads))])
         if kept.input is None:
             return None
         assert kept.input.grad is not None

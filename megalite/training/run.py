@@ -88,9 +88,7 @@ class Run:
         self.state = self._starting_state()
         self.feed = Feed(self.task, mesh, self.datasets, self.state)
         self.decisions = self.task.decisions(mesh)
-        self.executor = GPTExecutor(
-            self.stages, mesh, label_smoothing=config.model.label_smoothing, optimizer=self.optimizer
-        )
+        self.executor = GPTExecutor(self.stages, mesh, self.task.objective(), optimizer=self.optimizer)
         self.executor.on_evaluated = None if self.decisions is None else self.decisions.add
         self.plan = Plan(config, mesh.pp.rank)
         self.transport = None

@@ -75,15 +75,18 @@ def test_no_keys_or_no_rate_means_no_dropout() -> None:
     assert (dropout(x, 1.0, KEYS[None, :, None], torch.arange(WIDTH)) == 0).all()
 
 
-def attention_weights(keys: Tensor, *, heads: int = 4, head: int = 0, groups: int = 2, drop: float = 0.4) -> Tensor:
-    """Dropped attention weights [b, heads, s, s] of equal scores: the values are unit vectors, one a key."""
-    core = core_attention(tiny_build(attention_dropout=drop), UNFUSED)
+def attention_weights(
+    keys: Tensor, *, heads: int = 4, head: int = 0, groups: int = 2, queries: slice = slice(None)
+) -> Tensor:
+    """Dropped attention weights [b, heads, queries, keys] of equal scores: the values are unit vectors, one a key."""
+    core = core_attention(tiny_build(attention_dropout=0.4), UNFUSED)
     core.first_head, length = head, 32
     q, k = (torch.zeros(length, len(keys), n, length, dtype=torch.float64) for n in (heads, groups))
     values = torch.eye(length, dtype=torch.float64)[:, None, None].expand_as(k)
     tokens = whole(keys, length)
-    out = core(q, k, values, replace(tokens, mask=core.mask(tokens).fill_(True)), 0)
-    return out.view(length, len(keys), heads, length).permute(1, 2, 0, 3)
+    tokens = replace(tokens, queries=Places(tokens.queries.index[queries]), keys=tokens.queries)
+    out = core(q[queries], k, values, replace(tokens, mask=core.mask(tokens).fill_(True)), 0)
+    return out.unflatten(-1, (heads, length)).permute(1, 2, 0, 3)
 
 
 def test_attention_dropout_drops_and_scales_weights_after_the_softmax() -> None:
@@ -99,6 +102,7 @@ def test_attention_dropout_depends_on_sample_head_query_and_key_alone() -> None:
     # A rank with the last two heads, which are a group of their own.
     assert torch.equal(attention_weights(KEYS, heads=2, head=2, groups=1), whole[:, 2:])
     assert torch.equal(attention_weights(KEYS, groups=1), whole)
+    assert torch.equal(attention_weights(KEYS, queries=slice(3, None, 4)), whole[:, :, 3::4])
 
 
 def test_attention_masks_of_heads_and_samples_are_independent() -> None:
