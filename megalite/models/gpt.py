@@ -29,7 +29,7 @@ from megalite.nn.recompute import rerun
 from megalite.nn.rotary import rotary_table
 from megalite.nn.tokens import Tokens, VirtualTokens
 from megalite.nn.transformer import TransformerLayer
-from megalite.optimizer.sharding import Member, Unit
+from megalite.optimizer.sharding import Unit
 
 
 class _Embedding(ShardedModule):
@@ -164,7 +164,7 @@ class GPTStage(ShardedModule):
         return tokens + (self.virtual.count if self.virtual is not None and self.virtual.in_sequence else 0)
 
     @property
-    def output_weight(self) -> Tensor:
+    def output_weight(self) -> nn.Parameter:
         """The [local rows, hidden] table of the output: its own, or the embedding's."""
         assert self.output_layer is not None
         if self.output_layer.weight is not None:
@@ -181,23 +181,13 @@ class GPTStage(ShardedModule):
 
     def units(self, chunk: int) -> Iterator[Unit]:
         """The modules that a forward calls one after another, with the parameters that each uses."""
-        named = list(named_specs(self))
-
-        def of(*parameters: Tensor) -> list[Member]:
-            return [entry for entry in named if any(entry[1] is parameter for parameter in parameters)]
-
-        if self.span.has_embedding:
-            assert self.embedding is not None
-            yield Unit(self.embedding, chunk, of(*self.embedding.parameters()), backward_reads=False)
-        for layer in self.decoder.layers.values():
-            yield Unit(layer, chunk, of(*layer.parameters()))
-        if self.span.has_output:
-            assert self.decoder.final_layernorm is not None
-            yield Unit(self.decoder.final_layernorm, chunk, of(*self.decoder.final_layernorm.parameters()))
-            if self.classifier is not None:
-                yield Unit(self.classifier, chunk, of(self.classifier.weight))
-            elif self.output_layer is not None:
-                yield Unit(self.output_layer, chunk, of(self.output_weight))
+        named = {parameter: (name, parameter, spec) for name, parameter, spec in named_specs(self)}
+        first = self.embedding if self.span.has_embedding else None
+        last = (self.decoder.final_layernorm, self.classifier, self.output_layer)
+        for module in (first, *self.decoder.layers.values(), *last):
+            if module is not None:
+                own = [self.output_weight] if module is self.output_layer else module.parameters()
+                yield Unit(module, chunk, [named[each] for each in own], backward_reads=module is not first)
 
     def token_losses(
         self, hidden: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, counted: Tensor | None = None

@@ -136,7 +136,7 @@ class ColumnLora(ShardedModule):
     def __init__(self, build: Build, base: ColumnParallelLinear, adapters: Sequence[tuple[LowRank, Slots | None]]):
         super().__init__()
         weight = base.param_specs["weight"]
-        self.group, self.gather, self.gradients = base.group, base.gather, build.weight_gradients
+        self.group, self.gather, self.gradients = base.group, base.sequence_parallel, build.weight_gradients
         self.inputs, self.rank = weight.shape[-1], sum(settings.rank for settings, _ in adapters)
         self.shape = (*weight.local_shape[:-1], self.rank)  # of all B together
         self.drops = any(settings.drop for settings, _ in adapters)
@@ -145,7 +145,7 @@ class ColumnLora(ShardedModule):
         place, end = build.place(), 0
         for settings, slots in adapters:
             shape = (settings.rank, self.inputs)
-            boxes = replicated(shape, place, partial=base.gather)
+            boxes = replicated(shape, place, partial=base.sequence_parallel)
             a = ParamSpec(shape, shape, boxes, first_matrix(self.inputs))
             self.add_module(settings.part, _Pair(build, settings, a, rows_spec(weight, slots, settings.rank)))
             mine, end = slice(end, end + settings.rank), end + settings.rank
@@ -173,12 +173,12 @@ class RowLora(ShardedModule):
     def __init__(self, build: Build, base: RowParallelLinear, settings: LowRank):
         super().__init__()
         outputs, self.inputs = base.param_specs["weight"].shape
-        self.group, self.scatter, self.settings = base.group, base.scatter, settings
+        self.group, self.scatter, self.settings = base.group, base.sequence_parallel, settings
         place = build.place()
         shape = (settings.rank, self.inputs)
         a = ParamSpec(shape, (settings.rank, self.inputs // place.tp), cut(shape, 1, place), first_matrix(self.inputs))
         whole = (outputs, settings.rank)
-        b = ParamSpec(whole, whole, replicated(whole, place, partial=base.scatter), ZEROS)
+        b = ParamSpec(whole, whole, replicated(whole, place, partial=base.sequence_parallel), ZEROS)
         self.add_module(settings.part, _Pair(build, settings, a, b))
 
     def forward(self, y: Tensor, x: Tensor, tokens: Tokens | None) -> Tensor:
