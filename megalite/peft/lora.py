@@ -186,8 +186,8 @@ class RowLora(ShardedModule):
         in / tp]."""
         pair = self.get_submodule(self.settings.part)
         assert isinstance(pair, _Pair)
-        at = (None, None) if tokens is None else (tokens.dropout_keys, tokens.queries.index)
-        narrow = pair.down(x, *at, self.group.rank * x.shape[-1], self.inputs)
+        keys, index = (None, None) if tokens is None else (tokens.dropout_keys, tokens.queries.index)
+        narrow = pair.down(x, keys, index, self.group.rank * x.shape[-1], self.inputs)
         narrow = reduce_from_group(narrow, self.group, sequence_parallel=self.scatter)
         b = _assemble(tuple(pair.b.shape), [((...,), self.settings.scale)], [pair.b])
         return linear(narrow, b, onto=y)
