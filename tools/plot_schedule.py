@@ -11,9 +11,9 @@ if importlib.util.find_spec("megalite") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lib.cli import run_tool
+from lib.plot import Panel, draw, measured, simulated
 from megalite.config.errors import FlagError
 from megalite.config.flags import FlagParser, parse_namespace
-from megalite.pipeline.plot import Panel, draw, measured, simulated
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.pipeline.simulator import stage_costs
 from megalite.pipeline.timeline import Timeline, median_costs, read_steps

@@ -17,27 +17,11 @@ from megalite.config.errors import UserError
 from megalite.inference.options import GenerationOptions
 from megalite.inference.sampling import TokenSampler
 from megalite.models.gpt import GPTStage
-from megalite.nn.attention_backend import bounded_window
-from megalite.nn.module import SequenceInfo
 from megalite.nn.rotary import scales_by_length
+from megalite.nn.tokens import Places, Tokens
 from megalite.nn.transformer import TransformerLayer
 
 _PREFILL_TOKENS = 1024  # of each prompt at a time: bounds the mask and the activations of long prompts
-
-
-def visible_keys(queries: Tensor, pads: Tensor, window: int | None) -> Tensor:
-    """Bool [b, 1, queries, keys]: which of the columns up to the last query each query sees.
-
-    `queries` int64 [queries]: consecutive columns. `pads` int64 [b]: columns of padding on the left. Padding sees
-    itself alone: a query that sees nothing would have no softmax.
-    """
-    keys = torch.arange(int(queries[-1]) + 1, device=queries.device)
-    distance = queries[:, None] - keys[None, :]
-    causal = distance >= 0
-    if window is not None:
-        causal &= distance <= window
-    real = keys[None, None, :] >= pads[:, None, None]
-    return ((causal & real) | (distance == 0))[:, None]
 
 
 class GenerationCache:
@@ -54,10 +38,11 @@ class GenerationCache:
         for layer in model.decoder.layers.values():
             assert isinstance(layer, TransformerLayer)
             attention = layer.self_attention
-            weight = attention.linear_qkv.weight
-            shape = (tokens, batch, attention.local_groups, attention.width)
-            self._keys[layer.number] = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-            self._values[layer.number] = torch.empty_like(self._keys[layer.number])
+            weight = attention.linear_proj.weight
+            self._keys[layer.number], self._values[layer.number] = (
+                torch.empty((tokens, batch, *shape), dtype=weight.dtype, device=weight.device)
+                for shape in attention.cached
+            )
             self._filled[layer.number] = 0
 
     @property
@@ -83,12 +68,15 @@ class PaddedBatch:
         device = model.output_weight.device
         longest = max(map(len, prompts))
         self.model = model
-        self.window = bounded_window(model.config)
         self.pads = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         self.tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
         self.cache = GenerationCache(model, tokens=virtual_tokens(model) + longest + new_tokens, batch=len(prompts))
         self.columns = 0
-        self.padded = any(len(prompt) < longest for prompt in prompts)
+        # Padding is a document of its own, so that no token sees it.
+        columns = torch.arange(longest + new_tokens, device=device)
+        padded = any(len(prompt) < longest for prompt in prompts)
+        documents = (columns >= self.pads[:, None]).to(torch.int32) if padded else None
+        self.places = Places(columns, documents)
 
     def prefill(self, check: Callable[[], None] | None = None) -> Tensor:
         """Logits [b, vocabulary] after the prompts. `check`: called before each part, may raise to give up."""
@@ -103,20 +91,17 @@ class PaddedBatch:
     @torch.inference_mode()
     def advance(self, tokens: Tensor) -> Tensor:
         """Let the model see the next columns, ids [b, s]: logits [b, vocabulary] after the last."""
-        queries = torch.arange(self.columns, self.columns + tokens.shape[1], device=tokens.device)
-        first = self.columns == 0
-        visible = None  # at the beginning, without padding, the causal rule of training is all
-        if self.padded or not first:
-            visible = visible_keys(queries, self.pads, self.window)
-        self.columns += tokens.shape[1]
-        info = SequenceInfo(
-            position_ids=(queries - self.pads[:, None]).clamp_min(0),
-            token_index=queries,
-            visible=visible,
+        first, end = self.columns, self.columns + tokens.shape[1]
+        self.columns = end
+        queries = self.places.slice(first, end)
+        places = Tokens(
+            positions=(queries.index - self.pads[:, None]).clamp_min(0),
+            queries=queries,
+            keys=self.places.slice(0, end) if first else None,
             cache=self.cache,
-            begins=first,
+            begins=first == 0,
         )
-        return self.model.logits(self.model(tokens, info)[-1:])[0]
+        return self.model.logits(self.model(tokens, places)[-1:])[0]
 
 
 def virtual_tokens(model: GPTStage) -> int:

@@ -18,19 +18,18 @@ from megalite.distributed.collectives import gather_sequence
 from megalite.distributed.mesh import Group
 from megalite.models.classifier import ClassifierHead
 from megalite.models.stages import StageSpan
-from megalite.nn.attention import visibility
-from megalite.nn.attention_backend import AttentionBackend, bounded_window
+from megalite.nn.attention_backend import AttentionBackend, CoreAttention, core_attention
 from megalite.nn.cross_entropy import vocabulary_parallel_cross_entropy
 from megalite.nn.dropout import hidden_dropout
 from megalite.nn.embedding import PositionEmbedding, VocabularyParallelEmbedding, vocabulary_spec
 from megalite.nn.linear import linear
-from megalite.nn.module import Build, SequenceInfo, ShardedModule, named_specs
+from megalite.nn.module import Build, ShardedModule, named_specs
 from megalite.nn.norm import Norm
 from megalite.nn.recompute import rerun
 from megalite.nn.rotary import rotary_table
+from megalite.nn.tokens import Tokens, VirtualTokens
 from megalite.nn.transformer import TransformerLayer
-from megalite.nn.virtual_tokens import VirtualTokens
-from megalite.optimizer.sharding import Member, Unit
+from megalite.optimizer.sharding import Unit
 
 
 class _Embedding(ShardedModule):
@@ -42,28 +41,24 @@ class _Embedding(ShardedModule):
             self.position_embeddings = PositionEmbedding(build)
         self.prompt: nn.Module | None = None
         self.drop = build.config.hidden_dropout
-        self.group, self.sequence_parallel = build.mesh.tp, build.mesh.layout.sequence_parallel
 
-    def forward(self, tokens: Tensor, info: SequenceInfo) -> Tensor:
-        """`tokens` [b, s] → [s, b, h], with sequence parallelism this rank's part of s. `prompt`: puts virtual tokens
-        before them, and takes this rank's part only then."""
-        if self.prompt is not None and info.begins:
-            x = self.prompt(self.word_embeddings(tokens.t(), whole=True))
+    def forward(self, ids: Tensor, tokens: Tokens) -> Tensor:
+        """`ids` [b, s] → [s, b, h], with sequence parallelism this rank's part of s. `prompt`: puts virtual tokens
+        before them."""
+        if self.prompt is not None and tokens.begins:
+            x = tokens.part(self.prompt(self.word_embeddings(ids.t(), whole=True))).contiguous()
         else:
-            x = self.word_embeddings(tokens.t())
+            x = self.word_embeddings(ids.t())
         if self.position_embeddings is not None:
-            positions = info.position_ids.t()
-            if self.sequence_parallel:
-                positions = positions.chunk(self.group.size)[self.group.rank]
-            x = x + self.position_embeddings(positions)
-        return hidden_dropout(x, self.drop, info.dropout_keys, info.token_index, -1, "embedding")
+            x = x + self.position_embeddings(tokens.part(tokens.positions.t()))
+        return hidden_dropout(x, self.drop, tokens, -1, "embedding")
 
 
 class _Decoder(ShardedModule):
-    def __init__(self, build: Build, backend: AttentionBackend, span: StageSpan):
+    def __init__(self, build: Build, core: CoreAttention, span: StageSpan):
         super().__init__()
         numbers = range(span.first_layer, span.last_layer)
-        self.layers = nn.ModuleDict({str(n): TransformerLayer(build, backend, n) for n in numbers})
+        self.layers = nn.ModuleDict({str(n): TransformerLayer(build, core, n) for n in numbers})
         self.unit = max(1, build.recompute.units)
         self.recomputed = len(self.layers) if build.recompute.units else build.recompute.first_layers
         self.final_layernorm = None
@@ -71,13 +66,13 @@ class _Decoder(ShardedModule):
             partial = build.mesh.layout.sequence_parallel
             self.final_layernorm = Norm(build, build.config.hidden_size, partial=partial)
 
-    def forward(self, x: Tensor, info: SequenceInfo, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         layers = list(self.layers.values())
         for first in range(0, len(layers), self.unit):
 
             def run(x: Tensor, unit: list[nn.Module] = layers[first : first + self.unit]) -> Tensor:
                 for layer in unit:
-                    x = layer(x, info, rotary)
+                    x = layer(x, tokens)
                 return x
 
             x = rerun(run, x) if first < self.recomputed and torch.is_grad_enabled() else run(x)
@@ -125,14 +120,14 @@ class GPTStage(ShardedModule):
         super().__init__()
         config = build.config
         self.config, self.span, self.vocab_size = config, span, vocab_size
-        self.backend, self.window = backend, bounded_window(config)
+        self.core = core_attention(build, backend)
         self.wide, self.compute, self.group = build.precision.wide, build.precision.compute, build.mesh.tp
         self.weight_gradients = build.weight_gradients
         tied = not config.untie_embeddings_and_output_weights and classes is None
         self.embedding = None
         if span.has_embedding or (tied and span.has_output):
             self.embedding = _Embedding(build, vocab_size, span)
-        self.decoder = _Decoder(build, backend, span)
+        self.decoder = _Decoder(build, self.core, span)
         self.output_layer = self.classifier = None
         if span.has_output and classes is not None:
             self.classifier = ClassifierHead(build, classes)
@@ -140,26 +135,22 @@ class GPTStage(ShardedModule):
             self.output_layer = _Output(build, vocab_size, own_weight=not tied)
         self.virtual: VirtualTokens | None = None
 
-    def forward(self, x: Tensor, info: SequenceInfo) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """Token ids [b, s] on the first stage, else activations [s, b, h] → activations [s, b, h].
 
         On the last stage they are normalised, ready for `logits`. Virtual tokens that pass through the layers are the
         first of s.
         """
-        visible = info.visible
-        if self.backend.kernel != "varlen":  # one mask for all layers
-            visible = visibility(info, info.position_ids.shape[1], self.window)
         if self.virtual is not None:
-            visible = self.virtual.see(visible, info, info.position_ids.shape[1])
-            info = self.virtual.place(info)
-        info = replace(info, visible=visible)
-        if self.span.has_embedding:
-            assert self.embedding is not None
-            x = self._traced(self.embedding(x, info))
+            tokens = self.virtual.before(tokens)
         rotary = None
         if self.config.position_embedding_type in ROTARY:
-            rotary = rotary_table(self.config, info.position_ids, self.wide)
-        return self.decoder(x, info, rotary)
+            rotary = rotary_table(self.config, tokens.positions, self.wide)
+        tokens = replace(tokens, mask=self.core.mask(tokens), rotary=rotary)  # once for all layers
+        if self.span.has_embedding:
+            assert self.embedding is not None
+            x = self._traced(self.embedding(x, tokens))
+        return self.decoder(x, tokens)
 
     def _traced(self, x: Tensor) -> Tensor:
         """The embedding's output; where nothing on this stage is trained, as the beginning of a graph, so that a
@@ -173,7 +164,7 @@ class GPTStage(ShardedModule):
         return tokens + (self.virtual.count if self.virtual is not None and self.virtual.in_sequence else 0)
 
     @property
-    def output_weight(self) -> Tensor:
+    def output_weight(self) -> nn.Parameter:
         """The [local rows, hidden] table of the output: its own, or the embedding's."""
         assert self.output_layer is not None
         if self.output_layer.weight is not None:
@@ -190,23 +181,15 @@ class GPTStage(ShardedModule):
 
     def units(self, chunk: int) -> Iterator[Unit]:
         """The modules that a forward calls one after another, with the parameters that each uses."""
-        named, then = list(named_specs(self)), self.weight_gradients.then
-
-        def of(*parameters: Tensor) -> list[Member]:
-            return [entry for entry in named if any(entry[1] is parameter for parameter in parameters)]
-
-        if self.span.has_embedding:
-            assert self.embedding is not None
-            yield Unit(self.embedding, chunk, of(*self.embedding.parameters()), then, backward_reads=False)
-        for layer in self.decoder.layers.values():
-            yield Unit(layer, chunk, of(*layer.parameters()), then)
-        if self.span.has_output:
-            assert self.decoder.final_layernorm is not None
-            yield Unit(self.decoder.final_layernorm, chunk, of(*self.decoder.final_layernorm.parameters()), then)
-            if self.classifier is not None:
-                yield Unit(self.classifier, chunk, of(self.classifier.weight), then)
-            elif self.output_layer is not None:
-                yield Unit(self.output_layer, chunk, of(self.output_weight), then)
+        named = {parameter: (name, parameter, spec) for name, parameter, spec in named_specs(self)}
+        then = self.weight_gradients.then
+        first = self.embedding if self.span.has_embedding else None
+        last = (self.decoder.final_layernorm, self.classifier, self.output_layer)
+        for module in (first, *self.decoder.layers.values(), *last):
+            if module is not None:
+                own = [self.output_weight] if module is self.output_layer else module.parameters()
+                members = [named[each] for each in own]
+                yield Unit(module, chunk, members, then, backward_reads=module is not first)
 
     def token_losses(
         self, hidden: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, counted: Tensor | None = None
@@ -250,7 +233,6 @@ def units_of(stages: Sequence[GPTStage]) -> list[Unit]:
     return [unit for chunk, stage in enumerate(stages) for unit in stage.units(chunk)]
 
 
-def plain_info(tokens: Tensor) -> SequenceInfo:
-    """What a forward knows of `tokens` [b, s] where each row is one document from position 0, in evaluation."""
-    index = torch.arange(tokens.shape[1], device=tokens.device)
-    return SequenceInfo(position_ids=index[None], token_index=index)
+def plain_info(ids: Tensor) -> Tokens:
+    """What a forward knows of `ids` [b, s] where each row is one document from position 0, in evaluation."""
+    return Tokens.whole(torch.arange(ids.shape[1], device=ids.device)[None])

@@ -35,6 +35,6 @@ def outputs(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -
     head = model.logits if model.classifier is None else model.classifier
     info = plain_info(tokens)
     if positions is not None:
-        info = replace(info, position_ids=positions[None])
+        info = replace(info, positions=positions[None])
     result: Tensor = head(model(tokens, info))
     return result.transpose(0, 1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.distributed import random
+from megalite.nn.tokens import Tokens
 
 
 class _ScaledMask(torch.autograd.Function):
@@ -43,10 +44,10 @@ def dropout(x: Tensor, drop: float, keys: Tensor, index: Tensor) -> Tensor:
     return cast(Tensor, _ScaledMask.apply(x, keep, 1.0 / (1.0 - drop)))
 
 
-def hidden_dropout(x: Tensor, drop: float, keys: Tensor | None, token_index: Tensor, layer: int, site: str) -> Tensor:
-    """Dropout on `x` [s, b, h] whose tokens are `token_index` [s] of their sequences. `keys` [b]; None: evaluation."""
-    if keys is None or drop == 0.0:
+def hidden_dropout(x: Tensor, drop: float, tokens: Tokens, layer: int, site: str) -> Tensor:
+    """Dropout on `x` [s, b, h], activations between blocks; none in evaluation."""
+    if tokens.dropout_keys is None or drop == 0.0:
         return x
     width = x.shape[-1]
-    index = (token_index[:, None] * width + torch.arange(width, device=x.device))[:, None, :]
-    return dropout(x, drop, random.fold(keys, layer, site)[None, :, None], index)
+    index = (tokens.index_between_blocks[:, None] * width + torch.arange(width, device=x.device))[:, None, :]
+    return dropout(x, drop, random.fold(tokens.dropout_keys, layer, site)[None, :, None], index)

@@ -23,7 +23,8 @@ from megalite.distributed.collectives import (
 from megalite.distributed.mesh import Group
 from megalite.distributed.param_spec import NO_DECAY, ZEROS, Box, Init, ParamSpec, cut, replicated
 from megalite.nn.gradients import GradientSink, WeightGradients, sink_of
-from megalite.nn.module import Build, SequenceInfo, ShardedModule
+from megalite.nn.module import Build, ShardedModule
+from megalite.nn.tokens import Tokens
 from megalite.precision.products import Products
 
 
@@ -148,12 +149,29 @@ def linear(
     return cast(Tensor, _Linear.apply(x, weight, onto, how))
 
 
-class ColumnParallelLinear(ShardedModule):
+class _ParallelLinear(ShardedModule):
+    """A weight that is cut over the tensor-parallel ranks, and perhaps a bias. `lora`: adds what low-rank matrices do
+    to the output, in place, called with it and the same arguments."""
+
+    def __init__(self, build: Build, weight: ParamSpec, bias: ParamSpec | None):
+        super().__init__()
+        self.group, self.sequence_parallel = build.mesh.tp, build.mesh.layout.sequence_parallel
+        self.gradients, self.products = build.weight_gradients, build.precision.products()
+        self.weight = self.add_parameter("weight", weight, build)
+        self.bias = None if bias is None else self.add_parameter("bias", bias, build)
+        self.lora: nn.Module | None = None
+
+    def _finished(self, y: Tensor, x: Tensor, tokens: Tokens | None) -> Tensor:
+        if self.bias is not None:
+            y = y + self.bias.view(-1)
+        return y if self.lora is None else cast(Tensor, self.lora(y, x, tokens))
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose outputs are cut over the tensor-parallel ranks.
 
-    `shape` is the logical weight [..., in]; `boxes` say which part is here (default: dimension `dim` cut evenly), and
-    `local_shape` its shape here. The bias has the same shape without the last dimension. `lora`: adds what low-rank
-    matrices do to the output, in place, called with it and the same arguments.
+    `shape` is the logical weight [..., in]; `boxes` say which part is here, and `local_shape` its shape here. The bias
+    has the same shape without the last dimension, and is there where it has boxes.
     """
 
     def __init__(
@@ -165,52 +183,34 @@ class ColumnParallelLinear(ShardedModule):
         bias_boxes: tuple[Box, ...] | None,
         init: Init,
     ):
-        super().__init__()
-        self.group, self.gather = build.mesh.tp, build.mesh.layout.sequence_parallel
-        self.gradients, self.products = build.weight_gradients, build.precision.products()
-        self.weight = self.add_parameter("weight", ParamSpec(shape, local_shape, boxes, init), build)
-        if bias_boxes is None:
-            self.bias = None
-        else:
-            spec = ParamSpec(shape[:-1], local_shape[:-1], bias_boxes, ZEROS, NO_DECAY)
-            self.bias = self.add_parameter("bias", spec, build)
-        self.lora: nn.Module | None = None
+        bias = None
+        if bias_boxes is not None:
+            bias = ParamSpec(shape[:-1], local_shape[:-1], bias_boxes, ZEROS, NO_DECAY)
+        super().__init__(build, ParamSpec(shape, local_shape, boxes, init), bias)
 
-    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         """`x` [s, b, in], equal on all ranks (or this rank's part of s) → [s, b, local outputs], flat."""
-        y = linear(x, self.weight, self.group, gather=self.gather, gradients=self.gradients, products=self.products)
-        if self.bias is not None:
-            y = y + self.bias.view(-1)
-        return y if self.lora is None else cast(Tensor, self.lora(y, x, info))
+        gather, gradients = self.sequence_parallel, self.gradients
+        y = linear(x, self.weight, self.group, gather=gather, gradients=gradients, products=self.products)
+        return self._finished(y, x, tokens)
 
 
-class RowParallelLinear(ShardedModule):
+class RowParallelLinear(_ParallelLinear):
     """A linear layer [out, in] whose inputs are cut over the tensor-parallel ranks; outputs are summed, then the bias
-    is added once. `lora`: as in `ColumnParallelLinear`."""
+    is added once."""
 
     def __init__(self, build: Build, inputs: int, outputs: int, *, bias: bool, init: Init):
-        super().__init__()
-        self.group, self.scatter = build.mesh.tp, build.mesh.layout.sequence_parallel
-        self.gradients, self.products = build.weight_gradients, build.precision.products()
-        place = build.place()
-        local = (outputs, inputs // place.tp)
-        self.weight = self.add_parameter(
-            "weight", ParamSpec((outputs, inputs), local, cut((outputs, inputs), 1, place), init), build
+        place, shape = build.place(), (outputs, inputs)
+        boxes = replicated((outputs,), place, partial=place.layout.sequence_parallel)
+        super().__init__(
+            build,
+            ParamSpec(shape, (outputs, inputs // place.tp), cut(shape, 1, place), init),
+            ParamSpec((outputs,), (outputs,), boxes, ZEROS, treatment=NO_DECAY) if bias else None,
         )
-        if not bias:
-            self.bias = None
-        else:
-            boxes = replicated((outputs,), place, partial=place.layout.sequence_parallel)
-            spec = ParamSpec((outputs,), (outputs,), boxes, ZEROS, NO_DECAY)
-            self.bias = self.add_parameter("bias", spec, build)
-        self.lora: nn.Module | None = None
 
-    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         """`x` [s, b, in / tp] → [s, b, out], equal on all ranks (or this rank's part of s)."""
-        group = self.group if self.scatter else None
-        y = linear(x, self.weight, group, scatter=self.scatter, gradients=self.gradients, products=self.products)
-        if not self.scatter:
-            y = reduce_from_group(y, self.group)
-        if self.bias is not None:
-            y = y + self.bias
-        return y if self.lora is None else cast(Tensor, self.lora(y, x, info))
+        scatter = self.sequence_parallel
+        group = self.group if scatter else None
+        y = linear(x, self.weight, group, scatter=scatter, gradients=self.gradients, products=self.products)
+        return self._finished(y if scatter else reduce_from_group(y, self.group), x, tokens)

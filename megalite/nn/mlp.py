@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megalite.distributed.param_spec import Init, cut
 from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear
-from megalite.nn.module import Build, SequenceInfo, ShardedModule
+from megalite.nn.module import Build, ShardedModule
+from megalite.nn.tokens import Tokens
 
 
 class MLP(ShardedModule):
@@ -36,8 +37,8 @@ class MLP(ShardedModule):
         scaled = Init(std=config.init_method_std / math.sqrt(2.0 * config.num_layers))
         self.linear_fc2 = RowParallelLinear(build, inner, hidden, bias=config.add_bias_linear, init=scaled)
 
-    def forward(self, x: Tensor, info: SequenceInfo | None = None) -> Tensor:
-        y = self.linear_fc1(x, info)
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
+        y = self.linear_fc1(x, tokens)
         if self.gated:
             gate, up = y.chunk(2, dim=-1)
             y = F.silu(gate) * up
@@ -45,4 +46,4 @@ class MLP(ShardedModule):
             y = F.relu(y).square()
         else:
             y = F.gelu(y, approximate=self.gelu)
-        return self.linear_fc2(y, info)
+        return self.linear_fc2(y, tokens)

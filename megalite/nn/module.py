@@ -1,4 +1,4 @@
-"""What every building block shares: how it is built, its parameters' specs, and what a forward pass is told.
+"""What every building block shares: how it is built, and its parameters' specs.
 
 Key idea: a spec lives in the module beside its parameter (`module.param_specs[name]`); the global name is the path of
 the parameter in the model, and layers are keyed by their global number, so no name is ever translated.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megalite.config.schema import ModelConfig
 from megalite.distributed import random
@@ -40,36 +39,6 @@ class Build:
     def place(self, stages: tuple[int, ...] | None = None) -> Place:
         """Where this rank's parameters lie."""
         return Place(self.mesh.layout, self.mesh.rank, stages)
-
-
-class KeyValueCache(Protocol):
-    """Keys and values of earlier tokens in generation."""
-
-    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append `[s, b, heads, d]` of this layer; return all so far."""
-        ...
-
-
-@dataclass(frozen=True)
-class SequenceInfo:
-    """What a forward pass knows of its tokens besides the activations.
-
-    `position_ids` int64 [b, s], or [1, s] where all sequences count alike. `token_index` int64: which tokens of the
-    sequence this rank's activations between blocks are (a part of them with sequence parallelism). `document_ids` int32
-    [b, s]: attention stays within equal ids; `document_borders` int32: the same as `cumulative_lengths`, for
-    variable-length kernels. `visible` bool [b, 1, s, keys]: which keys a query may see, instead of the causal rule
-    (generation). `dropout_keys` int64 [b]: None in evaluation. `begins`: the sequences begin here; not so where earlier
-    tokens are in the cache.
-    """
-
-    position_ids: Tensor
-    token_index: Tensor
-    document_ids: Tensor | None = None
-    document_borders: Tensor | None = None
-    visible: Tensor | None = None
-    dropout_keys: Tensor | None = None
-    cache: KeyValueCache | None = None
-    begins: bool = True
 
 
 class ShardedModule(nn.Module):

@@ -89,14 +89,10 @@ def _yarn_scaling(frequencies: Tensor, config: ModelConfig) -> Tensor:
 def _longrope_scaling(frequencies: Tensor, config: ModelConfig, lengths: Tensor) -> Tensor:
     """Divide each pair's frequency by a factor of its own, searched for short and for long sequences (Ding et al.
     2024)."""
-    short, long = (frequencies / frequencies.new_tensor(x) for x in (_list(config, "short"), _list(config, "long")))
+    factors = (getattr(config, f"longrope_{which}_factor") for which in ("short", "long"))
+    short, long = (frequencies / frequencies.new_tensor(each) for each in factors)
     is_long = lengths > config.rope_original_max_position_embeddings
     return torch.where(is_long[..., None], long, short)
-
-
-def _list(config: ModelConfig, which: str) -> list[float]:
-    values: list[float] = getattr(config, f"longrope_{which}_factor")
-    return values
 
 
 def attention_factor(config: ModelConfig) -> float:

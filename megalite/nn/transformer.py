@@ -4,34 +4,32 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megalite.nn.attention import SelfAttention
-from megalite.nn.attention_backend import AttentionBackend
+from megalite.nn.attention import GroupedQueryAttention
+from megalite.nn.attention_backend import CoreAttention
 from megalite.nn.dropout import hidden_dropout
 from megalite.nn.mlp import MLP
-from megalite.nn.module import Build, SequenceInfo, ShardedModule
+from megalite.nn.module import Build, ShardedModule
 from megalite.nn.norm import Norm
+from megalite.nn.tokens import Tokens
 
 
 class TransformerLayer(ShardedModule):
     """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))). `number`: global, from 0."""
 
-    def __init__(self, build: Build, backend: AttentionBackend, number: int):
+    def __init__(self, build: Build, core: CoreAttention, number: int):
         super().__init__()
         self.number, self.recompute = number, build.recompute
         self.drop = build.config.hidden_dropout
         partial = build.mesh.layout.sequence_parallel
         self.input_layernorm = Norm(build, build.config.hidden_size, partial=partial)
-        self.self_attention = SelfAttention(build, backend, number)
+        self.self_attention = GroupedQueryAttention(build, core, number)
         self.pre_mlp_layernorm = Norm(build, build.config.hidden_size, partial=partial)
         self.mlp = MLP(build)
 
-    def forward(self, x: Tensor, info: SequenceInfo, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """`x` [s, b, h] → [s, b, h]."""
         run = self.recompute.run_normed
-        y = run("attention", self.self_attention, self.input_layernorm, x, info, rotary)
-        x = x + self._drop(y, info, "attention output")
-        y = run("mlp", self.mlp, self.pre_mlp_layernorm, x, info)
-        return x + self._drop(y, info, "mlp output")
-
-    def _drop(self, x: Tensor, info: SequenceInfo, site: str) -> Tensor:
-        return hidden_dropout(x, self.drop, info.dropout_keys, info.token_index, self.number, site)
+        y = run("attention", self.self_attention, self.input_layernorm, x, tokens)
+        x = x + hidden_dropout(y, self.drop, tokens, self.number, "attention output")
+        y = run("mlp", self.mlp, self.pre_mlp_layernorm, x, tokens)
+        return x + hidden_dropout(y, self.drop, tokens, self.number, "mlp output")

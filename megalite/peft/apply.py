@@ -22,8 +22,8 @@ from megalite.distributed.pieces import whole
 from megalite.models.gpt import GPTStage
 from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.nn.module import Build, initialize_pieces, named_specs
+from megalite.nn.tokens import VirtualTokens
 from megalite.nn.transformer import TransformerLayer
-from megalite.nn.virtual_tokens import VirtualTokens
 from megalite.peft.lora import ColumnLora, LowRank, RowLora, Slots
 from megalite.peft.modules import LINEAR_OF, slots_of
 from megalite.peft.virtual import Prefix, Prompt, backend_problem
@@ -62,7 +62,7 @@ def apply_peft(
     if peft.peft == "none":
         return
     for stage in stages:
-        if (problem := backend_problem(stage.backend, peft.peft, mesh.device.type)) is not None:
+        if (problem := backend_problem(stage.core.backend, peft.peft, mesh.device.type)) is not None:
             raise UserError(problem)
     for stage in stages:
         build = Build(stage.config, mesh, precision, weight_gradients=stage.weight_gradients)
@@ -114,9 +114,8 @@ def _slots(part: str, model: ModelConfig, local_shape: tuple[int, ...]) -> Slots
 
 
 def _add_virtual(stage: GPTStage, build: Build, peft: PeftConfig) -> None:
-    mesh, count = build.mesh, peft.num_virtual_tokens
-    group = mesh.tp if mesh.layout.sequence_parallel else None
-    stage.virtual = VirtualTokens(count, peft.peft == "prompt", group)
+    count = peft.num_virtual_tokens
+    stage.virtual = VirtualTokens(count, in_sequence=peft.peft == "prompt")
     if peft.peft == "prompt":
         if stage.span.has_embedding:
             assert stage.embedding is not None

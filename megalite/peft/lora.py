@@ -21,7 +21,8 @@ from megalite.distributed.param_spec import ZEROS, Init, ParamSpec, cut, replica
 from megalite.nn.dropout import dropout
 from megalite.nn.gradients import sink_of
 from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
-from megalite.nn.module import Build, SequenceInfo, ShardedModule
+from megalite.nn.module import Build, ShardedModule
+from megalite.nn.tokens import Tokens
 
 Range = tuple[int, int]
 Place = tuple[tuple[Any, ...], float]
@@ -117,14 +118,12 @@ class _Pair(ShardedModule):
         self.a = self.add_parameter("a", a, build)
         self.b = self.add_parameter("b", b, build)
 
-    def down(self, x: Tensor, info: SequenceInfo | None, tokens: Tensor | None, first: int, width: int) -> Tensor:
-        """A dropout(`x`). `tokens`: which of the sequence `x` [s, b, columns] holds; its columns begin at `first` of
-        `width`."""
-        keys = None if info is None else info.dropout_keys
-        if keys is not None and self.settings.drop:
-            assert tokens is not None
+    def down(self, x: Tensor, keys: Tensor | None, index: Tensor | None, first: int, width: int) -> Tensor:
+        """A dropout(`x`). `keys`: the dropout keys; None: it drops nothing. `index`: which tokens of the sequence `x`
+        [s, b, columns] holds; its columns begin at `first` of `width`."""
+        if keys is not None and index is not None and self.settings.drop:
             columns = first + torch.arange(x.shape[-1], device=x.device)
-            index = (tokens[:, None] * width + columns)[:, None, :]
+            index = (index[:, None] * width + columns)[:, None, :]
             key = random.fold(keys, self.settings.layer, f"lora {self.settings.part}")
             x = dropout(x, self.settings.drop, key[None, :, None], index)
         return linear(x, self.a, gradients=self.gradients)
@@ -136,7 +135,7 @@ class ColumnLora(ShardedModule):
     def __init__(self, build: Build, base: ColumnParallelLinear, adapters: Sequence[tuple[LowRank, Slots | None]]):
         super().__init__()
         weight = base.param_specs["weight"]
-        self.group, self.gather, self.gradients = base.group, base.gather, build.weight_gradients
+        self.group, self.gather, self.gradients = base.group, base.sequence_parallel, build.weight_gradients
         self.inputs, self.rank = weight.shape[-1], sum(settings.rank for settings, _ in adapters)
         self.shape = (*weight.local_shape[:-1], self.rank)  # of all B together
         self.drops = any(settings.drop for settings, _ in adapters)
@@ -145,7 +144,7 @@ class ColumnLora(ShardedModule):
         place, end = build.place(), 0
         for settings, slots in adapters:
             shape = (settings.rank, self.inputs)
-            boxes = replicated(shape, place, partial=base.gather)
+            boxes = replicated(shape, place, partial=base.sequence_parallel)
             a = ParamSpec(shape, shape, boxes, first_matrix(self.inputs))
             self.add_module(settings.part, _Pair(build, settings, a, rows_spec(weight, slots, settings.rank)))
             mine, end = slice(end, end + settings.rank), end + settings.rank
@@ -153,11 +152,12 @@ class ColumnLora(ShardedModule):
             self.rows.append(((mine,), 1.0))
             self.columns.append(((*outputs, ..., mine), settings.scale))
 
-    def forward(self, y: Tensor, x: Tensor, info: SequenceInfo | None) -> Tensor:
+    def forward(self, y: Tensor, x: Tensor, tokens: Tokens | None) -> Tensor:
         """`y` [s, b, local outputs], to which is added in place; `x` as for the layer."""
         pairs = [pair for pair in self.children() if isinstance(pair, _Pair)]
-        if self.drops and info is not None and info.dropout_keys is not None:  # each drops elements of its own
-            narrow = torch.cat([pair.down(x, info, info.token_index, 0, self.inputs) for pair in pairs], dim=-1)
+        if self.drops and tokens is not None and tokens.dropout_keys is not None:  # each drops elements of its own
+            at = tokens.dropout_keys, tokens.index_between_blocks
+            narrow = torch.cat([pair.down(x, *at, 0, self.inputs) for pair in pairs], dim=-1)
         elif len(pairs) == 1:
             narrow = linear(x, pairs[0].a, gradients=self.gradients)
         else:
@@ -172,23 +172,21 @@ class RowLora(ShardedModule):
     def __init__(self, build: Build, base: RowParallelLinear, settings: LowRank):
         super().__init__()
         outputs, self.inputs = base.param_specs["weight"].shape
-        self.group, self.scatter, self.settings = base.group, base.scatter, settings
+        self.group, self.scatter, self.settings = base.group, base.sequence_parallel, settings
         place = build.place()
         shape = (settings.rank, self.inputs)
         a = ParamSpec(shape, (settings.rank, self.inputs // place.tp), cut(shape, 1, place), first_matrix(self.inputs))
         whole = (outputs, settings.rank)
-        b = ParamSpec(whole, whole, replicated(whole, place, partial=base.scatter), ZEROS)
+        b = ParamSpec(whole, whole, replicated(whole, place, partial=base.sequence_parallel), ZEROS)
         self.add_module(settings.part, _Pair(build, settings, a, b))
 
-    def forward(self, y: Tensor, x: Tensor, info: SequenceInfo | None) -> Tensor:
+    def forward(self, y: Tensor, x: Tensor, tokens: Tokens | None) -> Tensor:
         """`y` [s, b, out], to which is added in place, with sequence parallelism this rank's part of s; `x` [s, b,
         in / tp]."""
         pair = self.get_submodule(self.settings.part)
         assert isinstance(pair, _Pair)
-        tokens = None if info is None else info.token_index
-        if self.scatter:  # within the layer the sequence is whole
-            tokens = torch.arange(x.shape[0], device=x.device)
-        narrow = pair.down(x, info, tokens, self.group.rank * x.shape[-1], self.inputs)
+        keys, index = (None, None) if tokens is None else (tokens.dropout_keys, tokens.queries.index)
+        narrow = pair.down(x, keys, index, self.group.rank * x.shape[-1], self.inputs)
         narrow = reduce_from_group(narrow, self.group, sequence_parallel=self.scatter)
         b = _assemble(tuple(pair.b.shape), [((...,), self.settings.scale)], [pair.b])
         return linear(narrow, b, onto=y)

@@ -100,12 +100,10 @@ class Prompt(ShardedModule):
         config = build.config
         assert config.hidden_size is not None
         shape, self.count = (count, config.hidden_size), count
-        self.group, self.cut = build.mesh.tp, build.mesh.layout.sequence_parallel
-        boxes = replicated(shape, build.place(), partial=self.cut)
+        boxes = replicated(shape, build.place(), partial=build.mesh.layout.sequence_parallel)
         spec = ParamSpec(shape, shape, boxes, Init(std=config.init_method_std))
         self.weight = self.add_parameter("weight", spec, build)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [s, b, h] of the whole sequence → [n + s, b, h], with sequence parallelism this rank's part of n + s."""
-        x = torch.cat((self.weight[:, None].expand(-1, x.shape[1], -1), x))
-        return x.chunk(self.group.size)[self.group.rank].contiguous() if self.cut else x
+        """`x` [s, b, h] of the whole sequence → [n + s, b, h]."""
+        return torch.cat((self.weight[:, None].expand(-1, x.shape[1], -1), x))

@@ -11,16 +11,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from megalite.pipeline.lowering import (
-    RECV_BACKWARD,
-    RECV_FORWARD,
-    SEND_BACKWARD,
-    SEND_FORWARD,
-    SENDS,
-    WAITS,
-)
+from megalite.pipeline.lowering import RECEIVES, RECV_FORWARD, SEND_BACKWARD, SEND_FORWARD, SENDS, WAITS
 from megalite.pipeline.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
-from megalite.pipeline.transport import Shapes, Tensors, Transport
+from megalite.pipeline.transport import ProcessGroupTransport, Shapes, Tensors
 
 
 class Executor(Protocol):
@@ -68,7 +61,7 @@ class PipelineRuntime:
         executor: Executor,
         recorder: Recorder | None = None,
         wait: Callable[[], None] | None = None,
-        transport: Transport | None = None,
+        transport: ProcessGroupTransport | None = None,
     ):
         """`wait`: called before a time is taken, so that work queued on a device is counted where it belongs. It may
         wait for the current stream alone: another one may hold a receive that ends only after later actions.
@@ -82,8 +75,7 @@ class PipelineRuntime:
             BACKWARD: self._backward,
             BACKWARD_INPUT: self._backward,
             BACKWARD_WEIGHT: self._backward_weight,
-            RECV_FORWARD: self._receive_forward,
-            RECV_BACKWARD: self._receive_backward,
+            **dict.fromkeys(RECEIVES.values(), self._receive),
             **dict.fromkeys(WAITS.values(), self._wait_for),
             **dict.fromkeys(SENDS.values(), self._send),
         }
@@ -137,11 +129,10 @@ class PipelineRuntime:
         wait = action._replace(kind=WAITS[action.kind])
         return [self._held.pop(wait)] if wait in self._held else []
 
-    def _receive_forward(self, action: Action) -> None:
-        self._carrier.post(action, self.executor.expected_inputs(action.chunk, action.microbatch))
-
-    def _receive_backward(self, action: Action) -> None:
-        self._carrier.post(action, self._grad_shapes.pop((action.chunk, action.microbatch)))
+    def _receive(self, action: Action) -> None:
+        key = action.chunk, action.microbatch
+        shapes = self.executor.expected_inputs(*key) if action.kind == RECV_FORWARD else self._grad_shapes.pop(key)
+        self._carrier.post(action, shapes)
 
     def _wait_for(self, action: Action) -> None:
         self._held[action] = self._carrier.wait(action)
@@ -155,7 +146,7 @@ class PipelineRuntime:
         self._carrier.send(action, tensors)
 
     @property
-    def _carrier(self) -> Transport:
+    def _carrier(self) -> ProcessGroupTransport:
         assert self.transport is not None, "stages that send to each other need a transport"
         return self.transport
 

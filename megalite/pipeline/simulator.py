@@ -7,8 +7,8 @@ far as it gets; if none gets any further, the real run would hang there too.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable
 
 from megalite.pipeline.lowering import (
     COMMUNICATION,
@@ -74,7 +74,7 @@ def simulate(lowered: Schedule, costs: Costs) -> Timeline:
                 lane.sent.append((message, now, costs(rank, action)))
             else:
                 lane.posted.append((message, now))
-            lane.settle()
+            lane.deliver()
         else:
             end = now + costs(rank, action)
         ranks[rank].append(Span(action, now, end))
@@ -101,7 +101,7 @@ class _Lane:
         self.arrivals: dict[Message, float] = {}
         self.last = 0.0
 
-    def settle(self) -> None:
+    def deliver(self) -> None:
         """Let the messages arrive that are both sent and expected."""
         while self.sent and self.posted:
             message, sent, travel = self.sent.popleft()
@@ -169,23 +169,10 @@ def _validate_rank(
         if action.kind in BACKWARDS:
             newest[action.kind, action.chunk] = action.microbatch
         done.add(action)
-    for chunk in range(chunks):
-        for microbatch in range(microbatches):
-            missing = _missing(done, chunk, microbatch, trains, exists)
-            if missing:
-                raise ScheduleError(f"rank {rank}: {missing} of chunk {chunk}, microbatch {microbatch} is missing")
-
-
-def _missing(
-    done: set[Action], chunk: int, microbatch: int, trains: bool, exists: Callable[[Action], bool]
-) -> str | None:
-    """A kind of action that a microbatch still lacks on a chunk."""
-    split = Action(BACKWARD_INPUT, chunk, microbatch) in done
-    backward = [BACKWARD_INPUT, BACKWARD_WEIGHT] if split else [BACKWARD]
-    wanted = [FORWARD, SEND_FORWARD, *([*backward, SEND_BACKWARD] if trains else [])]
-    absent = (
-        kind
-        for kind in wanted
-        if exists(Action(kind, chunk, microbatch)) and Action(kind, chunk, microbatch) not in done
-    )
-    return next(absent, None)
+    for chunk, microbatch in itertools.product(range(chunks), range(microbatches)):
+        split = Action(BACKWARD_INPUT, chunk, microbatch) in done
+        backward = [BACKWARD_INPUT, BACKWARD_WEIGHT] if split else [BACKWARD]
+        for kind in [FORWARD, SEND_FORWARD, *([*backward, SEND_BACKWARD] if trains else [])]:
+            action = Action(kind, chunk, microbatch)
+            if exists(action) and action not in done:
+                raise ScheduleError(f"rank {rank}: {kind} of chunk {chunk}, microbatch {microbatch} is missing")

@@ -95,7 +95,10 @@ def read_steps(directory: str | Path, stages: int | None = None) -> list[Timelin
     ranks = [_split_steps(_read_spans(file)) for file in files[:: len(files) // (stages or len(files))]]
     steps = [list(step) for step in zip(*ranks, strict=False)]  # a run that was stopped may end within a step
     shifts = _clock_shifts(steps)
-    return [Timeline([_shifted(spans, shift) for spans, shift in zip(step, shifts, strict=True)]) for step in steps]
+    for step in steps:
+        for rank, shift in enumerate(shifts):
+            step[rank] = [Span(action, start + shift, end + shift) for action, start, end in step[rank]]
+    return [Timeline(step) for step in steps]
 
 
 def _clock_shifts(steps: list[list[list[Span]]]) -> list[float]:
@@ -126,10 +129,6 @@ def _message_times(step: list[list[Span]], kinds: Mapping[str, str]) -> dict[Mes
             if message is not None:
                 ends[message] = end
     return ends
-
-
-def _shifted(spans: list[Span], shift: float) -> list[Span]:
-    return [Span(action, start + shift, end + shift) for action, start, end in spans]
 
 
 def _read_spans(file: Path) -> list[Span]:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,28 +29,9 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 MOST_AHEAD = 2
 
 
-class Transport(Protocol):
-    """Executes the communication of a lowered list (`lowering.py`). Only `wait` and `finish` block."""
-
-    def send(self, action: Action, tensors: Tensors) -> None:
-        """Start to send. The tensors mustn't be written to afterwards; the caller needn't keep them."""
-        ...
-
-    def post(self, action: Action, shapes: Shapes) -> None:
-        """Get ready to receive tensors: exactly those that are sent."""
-        ...
-
-    def wait(self, action: Action) -> Tensors:
-        """What `post` got ready for, once it is here."""
-        ...
-
-    def finish(self) -> None:
-        """Return once everything that was sent has left."""
-        ...
-
-
 class ProcessGroupTransport:
-    """A transport between the ranks of a pipeline of `chunks` model chunks a rank.
+    """Executes the communication of a lowered list (`lowering.py`) between the ranks of a pipeline of `chunks` model
+    chunks a rank. Only `wait` and `finish` block.
 
     Where the group is on NCCL, making one is collective over it; `timeout` is that of the process groups made for it.
     """
@@ -65,6 +46,7 @@ class ProcessGroupTransport:
         self._lanes = {} if group.process_group is None else _open_lanes(routes, group, device, timeout)
 
     def send(self, action: Action, tensors: Tensors) -> None:
+        """Start to send. The tensors mustn't be written to afterwards; the caller needn't keep them."""
         message = self._message(action)
         if not self._lanes:
             self._kept[message] = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -77,6 +59,7 @@ class ProcessGroupTransport:
         self.release()
 
     def post(self, action: Action, shapes: Shapes) -> None:
+        """Get ready to receive tensors: exactly those that are sent."""
         message = self._message(action)
         if not self._lanes:
             return
@@ -85,6 +68,7 @@ class ProcessGroupTransport:
         self._posted[message] = tensors, [lane.receive(tensors[name], source) for name in sorted(tensors)]
 
     def wait(self, action: Action) -> Tensors:
+        """What `post` got ready for, once it is here."""
         message = self._message(action)
         if not self._lanes:
             return self._kept.pop(message)
@@ -100,6 +84,7 @@ class ProcessGroupTransport:
             lane.release()
 
     def finish(self) -> None:
+        """Return once everything that was sent has left."""
         for lane in self._lanes.values():
             lane.release(everything=True)
 

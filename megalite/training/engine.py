@@ -14,18 +14,18 @@ from megalite.pipeline.runtime import PipelineRuntime, Recorder
 from megalite.pipeline.transport import ProcessGroupTransport
 from megalite.training.executor import GPTExecutor, Plan
 from megalite.training.model import TrainedModel
+from megalite.training.objective import TokenLoss
 
 OnOutput = Callable[[GPTStage, Tensor, Microbatch], None]
 """Gets the last stage's hidden states [s, b, h] of a microbatch, on the ranks of that stage."""
 
 
 class Engine:
-    """`recorder`: is told of every action of training."""
+    """`objective`: what the loss is. `recorder`: is told of every action of training."""
 
-    def __init__(self, model: TrainedModel, recorder: Recorder | None = None):
+    def __init__(self, model: TrainedModel, objective: TokenLoss, recorder: Recorder | None = None):
         config, mesh = model.config, model.mesh
-        smoothing = config.model.label_smoothing
-        self.executor = GPTExecutor(model.stages, mesh, label_smoothing=smoothing, optimizer=model.optimizer)
+        self.executor = GPTExecutor(model.stages, mesh, objective, optimizer=model.optimizer)
         self.plan = Plan(config, mesh.pp.rank)
         transport = None
         if mesh.pp.size > 1:

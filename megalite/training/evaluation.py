@@ -87,7 +87,7 @@ class Evaluator:
         while batches := list(itertools.islice(chosen, self.config.microbatches_per_step(self.mesh.dp.size))):
             sums[0] += self.engine.evaluate(batches, count)
             if self.mesh.pp.rank == self.mesh.pp.size - 1:  # where the losses are
-                sums[1] += self.mesh.upload(torch.stack([batch.loss_mask.sum() for batch in batches]).sum())
+                sums[1] += self.mesh.upload(self.engine.executor.objective.normaliser(batches))
             done += 1
             if (now := time.monotonic()) - reported > PROGRESS_SECONDS:
                 most = "" if validation.full_validation else f" of at most {validation.eval_iters}"

@@ -8,7 +8,7 @@ boundary leaves without its graph: the graph is kept by its edge, so the activat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from megalite.data.microbatch import Microbatch
 from megalite.distributed import random
 from megalite.distributed.mesh import Mesh
 from megalite.models.gpt import GPTStage
-from megalite.nn.attention import cumulative_lengths
-from megalite.nn.module import SequenceInfo
+from megalite.nn.tokens import Tokens, cumulative_lengths
 from megalite.optimizer.optimizer import Optimizer
 from megalite.pipeline.lowering import lower
 from megalite.pipeline.schedules import Action, build_schedule, forward_only
+from megalite.training.objective import TokenLoss
 
 
 class Plan:
@@ -60,42 +60,30 @@ class Plan:
 
 Tensors = dict[str, Tensor]
 HIDDEN = "hidden"  # activations between stages: [s, b, h], with sequence parallelism this rank's part of s
-_WORTH = 0.9  # of all tokens: a copy of those counted is read and written, which costs less than a tenth of the layer
 
 
-def move(batch: Microbatch, mesh: Mesh, dropout_key: Tensor | None = None) -> tuple[Microbatch, SequenceInfo]:
-    """A microbatch on the mesh's device, and what a forward needs to know of it. `dropout_key`: the run's, on
+def move(batch: Microbatch, mesh: Mesh, dropout_key: Tensor | None = None) -> tuple[Microbatch, Tokens]:
+    """A microbatch on the mesh's device, and what a forward needs to know of its tokens. `dropout_key`: the run's, on
     that device, None in evaluation."""
-    device, borders = mesh.device, None
-    if batch.document_ids is not None and device.type == "cuda":
+    borders = None
+    if batch.document_ids is not None and mesh.device.type == "cuda":
         # Their number is data: found on the host, so that nothing waits for the device.
         borders = mesh.upload(cumulative_lengths(batch.document_ids))
     batch = batch.map(mesh.upload)
-    token_index = torch.arange(batch.tokens.shape[1], device=device)
-    if mesh.layout.sequence_parallel:
-        token_index = token_index.chunk(mesh.tp.size)[mesh.tp.rank]
-    info = SequenceInfo(
-        position_ids=batch.position_ids,
-        token_index=token_index,
-        document_ids=batch.document_ids,
-        document_borders=borders,
+    tokens = replace(
+        Tokens.whole(batch.position_ids, batch.document_ids),
+        group=mesh.tp if mesh.layout.sequence_parallel else None,
+        borders=borders,
         dropout_keys=None if dropout_key is None else random.fold(dropout_key, batch.sample_ids),
     )
-    return batch, info
-
-
-def counted_tokens(loss_mask: Tensor) -> Tensor | None:
-    """Which of the s · b tokens the loss counts, int64 [n], where that leaves out enough for the output layer to gain
-    by it; else None. `loss_mask` [b, s] on the host, so that nothing waits for the device."""
-    counted = loss_mask.t().flatten().nonzero().flatten()
-    return counted if 0 < len(counted) <= _WORTH * loss_mask.numel() else None
+    return batch, tokens
 
 
 @dataclass(frozen=True)
 class _Kept:
     """What the backward of one (chunk, microbatch) needs: where its graph begins and ends."""
 
-    edge: GradientEdge
+    edges: list[GradientEdge]  # of what it sends, if anything, then of its losses
     input: Tensor | None  # None where the stage begins with the embedding
 
 
@@ -103,14 +91,14 @@ class GPTExecutor:
     """Forward and backward of one rank's chunks on the microbatches of one step."""
 
     def __init__(
-        self, stages: Sequence[GPTStage], mesh: Mesh, *, label_smoothing: float, optimizer: Optimizer | None = None
+        self, stages: Sequence[GPTStage], mesh: Mesh, objective: TokenLoss, *, optimizer: Optimizer | None = None
     ):
         """`optimizer`: is told when a chunk's forwards and backwards begin and end.
 
         `on_evaluated`, where it is set, gets the last stage's result of each microbatch of an evaluation.
         """
         self.optimizer = optimizer
-        self.stages, self.mesh, self.label_smoothing = list(stages), mesh, label_smoothing
+        self.stages, self.mesh, self.objective = list(stages), mesh, objective
         self._microbatches: list[Microbatch] = []
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._weight_jobs: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -143,32 +131,34 @@ class GPTExecutor:
 
     def forward(self, chunk: int, microbatch: int, inputs: Tensors | None = None) -> Tensors | None:
         """Run a chunk. The last stage adds its loss to `loss_sum`; others return what the next one needs."""
-        stage = self.stages[chunk]
+        stage, host = self.stages[chunk], self._microbatches[microbatch]
         if self.optimizer is not None:
             self.optimizer.forward_begins()
-        batch, info = move(self._microbatches[microbatch], self.mesh, self._dropout_key)
+        batch, tokens = move(host, self.mesh, self._dropout_key)
         received = None
         if not stage.span.has_embedding:
             assert inputs is not None
             received = inputs[HIDDEN].detach().requires_grad_(self._training)
         with torch.set_grad_enabled(self._training):
-            result = stage(batch.tokens if received is None else received, info)
-            if stage.span.has_output:
-                if self.on_evaluated is not None and not self._training:
-                    self.on_evaluated(stage, result, batch)
-                counted = counted_tokens(self._microbatches[microbatch].loss_mask)
-                result = self._loss(stage, result, batch, None if counted is None else self.mesh.upload(counted))
-        if self._training:
-            self._kept[chunk, microbatch] = _Kept(get_gradient_edge(result), received)
-        return None if stage.span.has_output else {HIDDEN: result.detach()}
+            hidden = stage(batch.tokens if received is None else received, tokens)
+            losses = self._losses(stage, hidden, host, batch)
+            for loss in losses:
+                self.loss_sum += loss.detach()
+            sent = [] if stage.span.has_output else [hidden]
+            if self._training:
+                ends = [get_gradient_edge(end) for end in (*sent, *(loss * self._scale for loss in losses))]
+                self._kept[chunk, microbatch] = _Kept(ends, received)
+        return {HIDDEN: hidden.detach()} if sent else None
 
-    def _loss(self, stage: GPTStage, hidden: Tensor, batch: Microbatch, counted: Tensor | None) -> Tensor:
-        """The summed loss of a microbatch's unmasked tokens, scaled for its backward."""
-        smoothing = self.label_smoothing if self._training else 0.0
-        losses = stage.token_losses(hidden, batch.labels, label_smoothing=smoothing, counted=counted)
-        total = (losses if counted is not None else losses.where(batch.loss_mask.t(), 0.0)).sum()
-        self.loss_sum += total.detach()
-        return total * self._scale
+    def _losses(self, stage: GPTStage, hidden: Tensor, host: Microbatch, batch: Microbatch) -> list[Tensor]:
+        """What a stage adds to the summed loss of a microbatch, on the host and on the device."""
+        if not stage.span.has_output:
+            return []
+        if self.on_evaluated is not None and not self._training:
+            self.on_evaluated(stage, hidden, batch)
+        chosen = self.objective.chosen(host)
+        chosen = None if chosen is None else self.mesh.upload(chosen)
+        return [self.objective.loss(stage, hidden, batch, chosen, training=self._training)]
 
     def backward(self, chunk: int, microbatch: int, output_grads: Tensors | None = None) -> Tensors | None:
         """Accumulate the gradients of a chunk's parameters; return those of its inputs."""
@@ -184,8 +174,8 @@ class GPTExecutor:
         if self.optimizer is not None:
             self.optimizer.backward_begins()
         kept = self._kept.pop((chunk, microbatch))
-        grad = None if output_grads is None else output_grads[HIDDEN]
-        torch.autograd.backward([kept.edge], None if grad is None else [grad])
+        grads = [] if output_grads is None else [output_grads[HIDDEN]]
+        torch.autograd.backward(kept.edges, [*grads, *[None] * (len(kept.edges) - len(grads))])
         if kept.input is None:
             return None
         assert kept.input.grad is not None

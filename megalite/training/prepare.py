@@ -22,8 +22,7 @@ from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import build_tokenizer, require_eod
 from megalite.distributed.launch import Environment, choose_device, set_threads
 from megalite.distributed.layout import Layout
-from megalite.nn.attention import try_kernel
-from megalite.nn.attention_backend import AttentionBackend, choose_backend
+from megalite.nn.attention_backend import AttentionBackend, choose_backend, try_kernel
 from megalite.optimizer.fused import check_adam_backend
 from megalite.optimizer.schedule import BatchSchedule
 from megalite.peft.checks import adapter_problems, check_resumed_adapter

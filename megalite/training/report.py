@@ -71,7 +71,7 @@ def predicted_memory(
             stage.vocab_size,
             layers=len(stage.decoder.layers),
             has_output=stage.output_layer is not None,
-            fused_attention=stage.backend.kernel != "unfused",
+            fused_attention=stage.core.backend.kernel != "unfused",
         )
         for stage in stages
     ]
@@ -156,7 +156,7 @@ def _layout_line(config: RunConfig, mesh: Mesh, threads: int) -> str:
 def opening_block(model: TrainedModel, datasets: Datasets, *, threads: int, iteration: int, of: int) -> str:
     """The whole block as text. `iteration`: the last one that is done, `of` so many. Collective over the model's
     ranks."""
-    config, backend = model.config, model.stages[0].backend
+    config, backend = model.config, model.stages[0].core.backend
     training, short = config.training, TASKS[config.finetune.task].short_samples
     lines = [
         *_model_lines(model),

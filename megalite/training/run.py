@@ -118,7 +118,7 @@ def build_run(prepared: Prepared, mesh: Mesh, *, transport: Transport | None = N
     if config.logging.timeline is not None:
         recorder = Timeline(config.logging.timeline, mesh.rank)
         model.optimizer.record(recorder.collective)
-    engine = Engine(model, recorder)
+    engine = Engine(model, task.objective(), recorder)
     trainer = Trainer(model, engine, progress, feed.training())
     if gradients is not None:
         trainer.on_first_gradients = partial(dump_gradients, gradients, model.optimizer, mesh)

@@ -27,6 +27,7 @@ from megalite.data.tokenizers import require_eod
 from megalite.distributed.mesh import Mesh
 from megalite.optimizer.schedule import BatchSchedule
 from megalite.training.evaluation import DecisionCounts, Prompts
+from megalite.training.objective import TokenLoss
 from megalite.training.resume import TrainingState
 
 
@@ -59,6 +60,10 @@ class Task:
                     "learn or to measure: check what is masked (--eod-mask-loss, messages that aren't trained)"
                 )
         return datasets
+
+    def objective(self) -> TokenLoss:
+        """The loss and what it is divided by."""
+        return TokenLoss(self.config.model.label_smoothing)
 
     def decisions(self, mesh: Mesh) -> DecisionCounts | None:
         """What counts a classifier's decisions in evaluations; None where nothing is decided."""

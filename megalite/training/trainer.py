@@ -80,7 +80,7 @@ class Trainer:
     def _count_tokens(self, microbatches: list[Microbatch]) -> Tensor:
         """Tokens of the global batch, int64 [2] on the device: those whose loss counts, over which it is the mean, and
         all that are processed."""
-        counted = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
+        counted = self.engine.executor.objective.normaliser(microbatches)
         mine = torch.stack([counted, torch.tensor(sum(batch.tokens.numel() for batch in microbatches))])
         return all_reduce(self.mesh.upload(mine), self.mesh.dp_cp)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from megalite.data.microbatch import Microbatch, stack_items
 from megalite.data.packing import RowDataset, Rows, SequenceBuilder, TokenSequences, trim
 from megalite.distributed.mesh import single_process_mesh
 from megalite.models.gpt import GPTStage, plain_info
+from megalite.nn.tokens import Tokens
 from tests.helpers import FP64, LLAMA, VOCABULARY, tiny_model
 
 EOD = 7
@@ -39,7 +39,7 @@ def dataset(data: TokenSequences, packed: bool, seq_length: int = 32, pad: int =
 def loss_sum(model: GPTStage, arrays: Item) -> tuple[float, int]:
     """Summed loss of the counted labels of a microbatch, and their number."""
     batch = Microbatch.from_arrays(arrays)
-    info = replace(plain_info(batch.tokens), position_ids=batch.position_ids, document_ids=batch.document_ids)
+    info = Tokens.whole(batch.position_ids, batch.document_ids)
     with torch.no_grad():
         losses = model.token_losses(model(batch.tokens, info), batch.labels)
     return losses.where(batch.loss_mask.t(), 0.0).sum().item(), int(batch.loss_mask.sum())

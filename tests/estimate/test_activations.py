@@ -21,6 +21,7 @@ from megalite.pipeline.lowering import COMMUNICATION
 from megalite.pipeline.schedules import BACKWARD_WEIGHT, FORWARD
 from megalite.training.executor import HIDDEN, GPTExecutor, Plan
 from megalite.training.memory import PeakMemory
+from megalite.training.objective import TokenLoss
 from megalite.training.report import predicted_memory
 from tests.helpers import FP32, LLAMA, VOCABULARY, FixedSink, data_mesh, tiny_config, tiny_tokens
 
@@ -48,7 +49,7 @@ def step_of(config: RunConfig, rank: int) -> tuple[int, int]:
         initialize(stage, 1)
     for _, parameter, _ in specs_of(stages):
         parameter.gradient_sink = FixedSink(torch.zeros_like(parameter))
-    executor, plan = GPTExecutor(stages, mesh, label_smoothing=0.0), Plan(config, rank)
+    executor, plan = GPTExecutor(stages, mesh, TokenLoss()), Plan(config, rank)
     text = tiny_tokens(2, LENGTH)
     batch = Microbatch(
         text[:, :-1], text[:, 1:], torch.ones(2, LENGTH, dtype=torch.bool), torch.arange(LENGTH)[None].expand(2, -1),

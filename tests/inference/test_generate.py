@@ -13,7 +13,7 @@ from megalite.config.errors import UserError
 from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.inference import generate as room
-from megalite.inference.generate import GenerationCache, PaddedBatch, stream, visible_keys
+from megalite.inference.generate import GenerationCache, PaddedBatch, stream
 from megalite.inference.options import GenerationOptions
 from megalite.models.gpt import GPTStage, plain_info
 from megalite.peft.apply import apply_peft
@@ -122,15 +122,6 @@ def test_a_long_prompt_in_parts_equals_the_prompt_at_once(monkeypatch: pytest.Mo
     at_once = PaddedBatch(model, PROMPTS, new_tokens=0).prefill()
     monkeypatch.setattr(room, "_PREFILL_TOKENS", 5)
     torch.testing.assert_close(PaddedBatch(model, PROMPTS, new_tokens=0).prefill(), at_once, rtol=0, atol=1e-12)
-
-
-def test_every_query_sees_something_and_no_query_sees_padding_or_the_future() -> None:
-    pads = torch.tensor([0, 3])
-    visible = visible_keys(torch.arange(5), pads, window=1)[:, 0]
-    for row, pad in enumerate(pads.tolist()):
-        for query in range(5):
-            seen = {query} if query < pad else {key for key in (query - 1, query) if key >= pad}
-            assert set(visible[row, query].nonzero().flatten().tolist()) == seen
 
 
 def test_a_prompt_ends_before_the_end_of_document_and_the_others_go_on() -> None:

@@ -14,7 +14,8 @@ from megalite.distributed import random
 from megalite.distributed.mesh import single_process_mesh
 from megalite.models.gpt import GPTStage, plain_info
 from megalite.models.stages import StageSpan
-from megalite.nn.module import SequenceInfo, named_specs
+from megalite.nn.module import named_specs
+from megalite.nn.tokens import Tokens
 from tests.helpers import BF16, FP32, FP64, LLAMA, VOCABULARY, tiny_model, tiny_tokens
 
 MESH = single_process_mesh()
@@ -23,10 +24,14 @@ TEXT = tiny_tokens(3, 32)
 TOKENS, LABELS = TEXT[:, :-1], TEXT[:, 1:]
 
 
-def logits(model: GPTStage, tokens: Tensor = TOKENS, **info: Any) -> Tensor:
+def logits(
+    model: GPTStage, ids: Tensor = TOKENS, positions: Tensor | None = None, documents: Tensor | None = None
+) -> Tensor:
     """[b, s, vocabulary]."""
     with torch.no_grad():
-        return model.logits(model(tokens, replace(plain_info(tokens), **info))).transpose(0, 1)
+        tokens = plain_info(ids) if positions is None else Tokens.whole(positions)
+        tokens = replace(tokens, queries=replace(tokens.queries, documents=documents))
+        return model.logits(model(ids, tokens)).transpose(0, 1)
 
 
 @pytest.mark.parametrize("backend", ["auto", "unfused", "flash"])
@@ -50,7 +55,7 @@ def test_a_token_of_an_earlier_document_changes_nothing_in_a_later_one(
     documents = (torch.arange(32)[None] >= torch.tensor([12, 20, 31])[:, None]).to(torch.int32)
     changed = TOKENS.clone()
     changed[:, 5] = (changed[:, 5] + 1) % VOCABULARY
-    a, b = (logits(model, tokens, document_ids=documents) for tokens in (TOKENS, changed))
+    a, b = (logits(model, tokens, documents=documents) for tokens in (TOKENS, changed))
     assert torch.equal(a[documents == 1], b[documents == 1])
     assert ((a - b).abs().amax(-1)[:, 5:12] > 1e-9).all()
 
@@ -60,7 +65,7 @@ def test_a_document_with_its_own_positions_is_computed_as_if_it_were_alone(netwo
     model = tiny_model(MESH, FP64, **NETWORKS[network])
     documents = (torch.arange(32)[None] >= 12).to(torch.int32).expand(3, 32)
     positions = (torch.arange(32) - 12 * (torch.arange(32) >= 12))[None].expand(3, 32)
-    packed = logits(model, document_ids=documents, position_ids=positions)
+    packed = logits(model, documents=documents, positions=positions)
     assert (packed[:, :12] - logits(model, TOKENS[:, :12])).abs().max() < 1e-12
     assert (packed[:, 12:] - logits(model, TOKENS[:, 12:])).abs().max() < 1e-12
 
@@ -92,7 +97,7 @@ def test_a_tied_table_is_one_parameter_with_the_gradient_of_both_uses() -> None:
     assert torch.allclose(tied.output_weight.grad, summed, atol=1e-14)
 
 
-def dropped(keys: Tensor, tokens: Tensor) -> SequenceInfo:
+def dropped(keys: Tensor, tokens: Tensor) -> Tokens:
     return replace(plain_info(tokens), dropout_keys=keys)
 
 

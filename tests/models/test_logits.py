@@ -108,8 +108,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "wide heads": ("Llama", {"kv_channels": 16}, {"num_key_value_heads": 2, "head_dim": 16}),
     "llama 3 scaling": (
         "Llama",
-        {"use_rope_scaling": True, "rotary_base": 1e5, "kv_channels": 16},
-        {"num_key_value_heads": 2, "head_dim": 16, **rope(**LLAMA3_SCALING, rope_theta=1e5)},
+        {"use_rope_scaling": True, "rotary_base": 5e4, "kv_channels": 16},  # one pair is blended, three are stretched
+        {"num_key_value_heads": 2, "head_dim": 16, **rope(**LLAMA3_SCALING, rope_theta=5e4)},
     ),
     "linear scaling": (
         "Llama",

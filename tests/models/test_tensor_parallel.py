@@ -48,26 +48,6 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 
-COUNTED = torch.arange(3 * 24).view(24, 3) % 5 == 1  # [s, b]
-
-
-def counted_loss_and_gradients(mesh: Mesh, overrides: dict[str, Any], chosen: bool) -> tuple[float, Gradients]:
-    """The summed loss of the counted tokens, chosen before the output layer or after, and this rank's gradients."""
-    model = tiny_model(mesh, FP64, init_method_std=0.1, **overrides)
-    text = tiny_tokens(3, 24)
-    tokens, labels = text[:, :-1], text[:, 1:]
-    info = plain_info(tokens)
-    if mesh.layout.sequence_parallel:
-        info = replace(info, token_index=info.token_index.chunk(mesh.tp.size)[mesh.tp.rank])
-    hidden = model(tokens, info)
-    if chosen:
-        losses = model.token_losses(hidden, labels, counted=COUNTED.flatten().nonzero().flatten())
-    else:
-        losses = model.token_losses(hidden, labels)[COUNTED]
-    losses.sum().backward()
-    return losses.sum().item(), {name: (spec, p.grad) for name, p, spec in named_specs(model) if p.grad is not None}
-
-
 def loss_and_gradients(mesh: Mesh, overrides: dict[str, Any], main_grads: bool) -> tuple[float, Gradients]:
     """The mean loss of three samples and this rank's gradients, from `.grad` or from the optimizer's main gradients."""
     model = tiny_model(mesh, FP64, init_method_std=0.1, **overrides)
@@ -101,31 +81,3 @@ def test_loss_and_every_gradient_equal_one_process(pool: ProcessPool, network: s
         parts = [(rank, *rank_gradients[name]) for rank, (_, rank_gradients) in enumerate(results)]
         scale = max(expected.abs().max().item(), 1e-6 * total)
         assert (assemble_gradients(parts) - expected).abs().max().item() <= 1e-10 * scale, name
-
-
-@pytest.mark.parametrize("parallel", [False, True], ids=["tensor parallel", "sequence parallel"])
-@pytest.mark.parametrize("network", ["gpt2 padded to 128", "llama with two groups"])
-def test_an_output_layer_for_counted_tokens_alone_equals_one_for_all(
-    pool: ProcessPool, network: str, parallel: bool
-) -> None:
-    overrides = NETWORKS[network]
-    loss, gradients = counted_loss_and_gradients(single_process_mesh(), overrides, False)
-    layout = Layout(tp=2, sequence_parallel=parallel)
-    results = pool.run(counted_loss_and_gradients, 2, overrides, True, layout=layout)
-    for rank_loss, _ in results:
-        assert rank_loss == pytest.approx(loss, rel=1e-12)
-    for name, (spec, gradient) in gradients.items():
-        (box,) = spec.boxes
-        parts = [(rank, *rank_gradients[name]) for rank, (_, rank_gradients) in enumerate(results)]
-        expected = gradient[box.local_slices]
-        assert torch.allclose(assemble_gradients(parts), expected, rtol=1e-10, atol=1e-12), name
-
-
-@pytest.mark.parametrize("network", ["gpt2", "llama with two groups"])
-def test_copies_on_all_ranks_have_equal_gradients_unless_they_hold_parts(pool: ProcessPool, network: str) -> None:
-    results = pool.run(loss_and_gradients, 4, NETWORKS[network], False, layout=Layout(tp=4))
-    for name, (spec, _) in results[0][1].items():
-        whole = len(spec.boxes) == 1 and spec.boxes[0].shape == spec.shape
-        if whole and not spec.boxes[0].sum_over:
-            gradients = [rank_gradients[name][1] for _, rank_gradients in results]
-            assert all(torch.allclose(g, gradients[0], rtol=1e-12, atol=1e-15) for g in gradients), name

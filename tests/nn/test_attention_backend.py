@@ -7,18 +7,18 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from megalite.config.schema import ModelConfig, RunConfig
-from megalite.nn.attention import try_kernel
-from megalite.nn.attention_backend import AttentionBackend, bounded_window, choose_backend
+from megalite.nn.attention_backend import AttentionBackend, bounded_window, choose_backend, try_kernel
 from tests.helpers import tiny_config
 
 
 def run_config(asked: str, features: str) -> RunConfig:
-    """`features`: words among bf16, fp16, fp64, dropout, documents, window."""
+    """`features`: words among bf16, fp16, fp64, dropout, documents, window, deterministic."""
     config = RunConfig()
     config.model.attention_backend = asked
     config.model.attention_dropout = 0.1 if "dropout" in features else 0.0
     config.model.window_size = "8,0" if "window" in features else None
     config.data.reset_attention_mask = "documents" in features
+    config.training.deterministic_mode = "deterministic" in features
     for name in ("bf16", "fp16", "fp64"):
         setattr(config.precision, name, name in features)
     return config
@@ -48,6 +48,11 @@ FUSED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
         ("cuda", "fused", "bf16", "sdpa", FUSED),
         ("cuda", "fused", "", "sdpa", FUSED),
         ("cuda", "unfused", "documents window dropout fp64", "unfused", ()),
+        # cuDNN's kernel sums in any order
+        ("cuda", "fused", "bf16 deterministic", "sdpa", (SDPBackend.EFFICIENT_ATTENTION,)),
+        ("cuda", "flash", "bf16 deterministic", "sdpa", FLASH),
+        ("cuda", "flash", "bf16 window deterministic", "varlen", ()),
+        ("cuda", "auto", "deterministic", "sdpa", (*FLASH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)),
     ],
 )
 def test_the_choice_is_honoured(
@@ -102,22 +107,3 @@ def test_a_kernel_that_cannot_run_here_is_refused_with_the_flags(
         return
     with pytest.raises(ValueError, match="--attention-backend fused can't run this network on cpu: No .*auto or unf"):
         try_kernel(config, backend, torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("asked", "features", "kernel", "sdpa"),
-    [
-        ("fused", "bf16", "sdpa", (SDPBackend.EFFICIENT_ATTENTION,)),
-        ("flash", "bf16", "sdpa", FLASH),
-        ("flash", "bf16 window", "varlen", ()),
-        ("auto", "", "sdpa", (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)),
-        ("unfused", "", "unfused", ()),
-    ],
-)
-def test_deterministic_mode_leaves_out_the_kernel_that_sums_in_any_order(
-    asked: str, features: str, kernel: str, sdpa: tuple[SDPBackend, ...]
-) -> None:
-    config = run_config(asked, features)
-    config.training.deterministic_mode = True
-    backend = choose_backend(config, "cuda")
-    assert (backend.kernel, backend.sdpa) == (kernel, sdpa)

@@ -15,28 +15,19 @@ from megalite.nn.module import initialize
 from tests.helpers import BF16, FixedSink, tiny_build
 
 
-def test_without_a_main_gradient_it_is_torchs_embedding() -> None:
-    table = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
-    plain = table.detach().clone().requires_grad_()
-    ids = torch.tensor([[0, 6, 6], [2, 0, 6]])
-    cotangent = torch.randn(2, 3, 3, dtype=torch.float64)
-    ours, theirs = lookup(table, ids), F.embedding(ids, plain)
-    assert torch.equal(ours, theirs)
-    ours.backward(cotangent)
-    theirs.backward(cotangent)
-    assert torch.allclose(table.grad, plain.grad, atol=1e-14)
-
-
-def test_the_main_gradient_gets_the_sum_over_backwards_and_grad_stays_empty() -> None:
+@pytest.mark.parametrize("sink", [FixedSink(torch.zeros(7, 3, dtype=torch.float64)), None], ids=["sink", "no sink"])
+def test_it_is_torchs_embedding_and_its_sink_if_it_has_one_gets_the_sum_over_backwards(sink: FixedSink | None) -> None:
     table = torch.nn.Parameter(torch.randn(7, 3, dtype=torch.float64))
-    table.gradient_sink = FixedSink(torch.zeros(7, 3, dtype=torch.float64))  # type: ignore[attr-defined]
+    table.gradient_sink = sink  # type: ignore[attr-defined]
     plain = table.detach().clone().requires_grad_()
     for _ in range(3):
         ids, cotangent = torch.randint(7, (4, 2)), torch.randn(4, 2, 3, dtype=torch.float64)
-        lookup(table, ids).backward(cotangent)
-        F.embedding(ids, plain).backward(cotangent)
-    assert table.grad is None
-    assert torch.allclose(table.gradient_sink.target(), plain.grad, atol=1e-14)
+        ours, theirs = lookup(table, ids), F.embedding(ids, plain)
+        assert torch.equal(ours, theirs)
+        ours.backward(cotangent)
+        theirs.backward(cotangent)
+    assert sink is None or table.grad is None
+    assert torch.allclose(table.grad if sink is None else sink.target(), plain.grad, atol=1e-14)
 
 
 def test_a_frequent_tokens_half_precision_gradient_is_summed_in_fp32() -> None:

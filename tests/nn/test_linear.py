@@ -8,9 +8,8 @@ import torch.nn.functional as F
 
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
-from megalite.distributed.param_spec import Init
 from megalite.distributed.pool import ProcessPool
-from megalite.nn.linear import RowParallelLinear, linear
+from megalite.nn.linear import linear
 from megalite.nn.mlp import MLP
 from megalite.nn.module import initialize
 from tests.helpers import FixedSink, tiny_build
@@ -71,16 +70,6 @@ def test_a_half_precision_contribution_has_at_most_one_rounding_more_than_the_wi
     linear(x, weight).backward(cotangent)
     exact = cotangent.double().t() @ x.double()
     assert ((weight.gradient_sink.target().double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all()
-
-
-def test_a_row_parallel_layer_adds_its_bias_once() -> None:
-    build = tiny_build()
-    layer = RowParallelLinear(build, 6, 4, bias=True, init=Init())
-    initialize(layer, 1)
-    with torch.no_grad():
-        layer.bias.copy_(torch.arange(4))
-    x = torch.randn(3, 6, dtype=DOUBLE)
-    assert torch.allclose(layer(x), x @ layer.weight.t() + torch.arange(4), atol=1e-14)
 
 
 def _waiting_gradients(mesh: Mesh) -> tuple[int, list[torch.Tensor]]:

@@ -67,9 +67,3 @@ def test_swiglu_is_the_sigmoid_gated_product_of_the_two_halves(bias: bool) -> No
     gate, up = (x @ first.weight[i].t() + (first.bias[i] if bias else 0) for i in (0, 1))
     expected = (gate * torch.sigmoid(gate) * up) @ second.weight.t() + (second.bias if bias else 0)
     assert torch.allclose(mlp(x), expected, atol=1e-12)
-
-
-def test_the_second_product_starts_smaller_by_the_root_of_twice_the_layers() -> None:
-    mlp = MLP(tiny_build(num_layers=8, init_method_std=0.1))
-    assert mlp.linear_fc1.param_specs["weight"].init.std == 0.1
-    assert mlp.linear_fc2.param_specs["weight"].init.std == pytest.approx(0.1 / 4)

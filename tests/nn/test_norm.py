@@ -52,21 +52,6 @@ def test_values_and_gradients_follow_the_formula(kind: str, epsilon: float, plus
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("plus_one", [False, True])
-def test_a_fresh_norm_only_normalises(kind: str, plus_one: bool) -> None:
-    layer = Norm(tiny_build(normalization=kind, apply_layernorm_1p=plus_one), 16, partial=False)
-    initialize(layer, 0)
-    x = torch.randn(5, 16, dtype=torch.float64)
-    one = torch.ones((), dtype=torch.float64)
-    assert torch.allclose(layer(x), formula(x, one, None, 1e-5, centred=kind == "LayerNorm"), atol=1e-13)
-
-
-def test_only_layernorm_has_a_bias() -> None:
-    assert norm("LayerNorm").bias is not None
-    assert norm("RMSNorm").bias is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_takes_its_statistics_in_fp32(kind: str) -> None:
     """With a mean of 300 a bf16 variance would be wrong by far more than the rounding of the result."""
     layer, wide = norm(kind, BF16), norm(kind, FP32)

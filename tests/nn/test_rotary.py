@@ -9,24 +9,23 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import ModelConfig
-from megalite.nn.rotary import inverse_frequencies, rotary_table, rotary_width, rotate, sequence_lengths
+from megalite.nn.rotary import rotary_table, rotary_width, rotate, sequence_lengths
 from tests.helpers import tiny_config
 
 DOUBLE = torch.float64
-CPU = torch.device("cpu")
 
 
 def rope_config(width: int = 16, **overrides: Any) -> ModelConfig:
     return tiny_config(kv_channels=width, position_embedding_type="rope", **overrides)
 
 
-def turned(x: Tensor, positions: Tensor, base: float, width: int, *, interleaved: bool, stretch: float = 1) -> Tensor:
+def turned(x: Tensor, positions: Tensor, base: float, width: int, *, interleaved: bool) -> Tensor:
     """The first `width` channels of `x` [s, b, heads, d] as complex numbers, turned by position · base^(-2j/width)."""
     result = x.clone()
     half = width // 2
     for j in range(half):
         pair = (2 * j, 2 * j + 1) if interleaved else (j, j + half)
-        angle = positions.t().to(DOUBLE)[:, :, None] / stretch * base ** (-2 * j / width)
+        angle = positions.t().to(DOUBLE)[:, :, None] * base ** (-2 * j / width)
         z = torch.complex(x[..., pair[0]], x[..., pair[1]]) * torch.polar(torch.ones_like(angle), angle)
         result[..., pair[0]], result[..., pair[1]] = z.real, z.imag
     return result
@@ -59,13 +58,6 @@ def test_products_of_queries_and_keys_depend_on_their_distance_alone(interleaved
     assert torch.allclose(product(0, 0), (q * k).sum(), atol=1e-12)
 
 
-def test_linear_interpolation_divides_positions() -> None:
-    config = rope_config(rotary_seq_len_interpolation_factor=4)
-    positions, x = torch.arange(20)[None], torch.randn(20, 1, 3, 16, dtype=DOUBLE)
-    ours = rotate(x, rotary_table(config, positions, DOUBLE), interleaved=False)
-    assert torch.allclose(ours, turned(x, positions, 10000, 16, interleaved=False, stretch=4), atol=1e-12)
-
-
 def test_each_token_belongs_to_a_sequence_of_its_own_length() -> None:
     packed = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4], [0, 0, 0, 1, 2, 3, 4, 5, 0, 1]])  # the second padded
     expected = [[3, 3, 3, 2, 2, 5, 5, 5, 5, 5], [1, 1, 6, 6, 6, 6, 6, 6, 2, 2]]
@@ -90,44 +82,6 @@ def test_a_document_is_turned_alike_alone_and_packed_with_longer_ones(scaling: d
     for part, whole in enumerate(packed):
         assert torch.equal(whole, torch.cat([table[part] for table in each]))
     assert not torch.allclose(each[3][0][:10], each[2][0])
-
-
-@pytest.mark.parametrize(("factor", "low", "high", "length"), [(8.0, 1.0, 4.0, 8192), (2.5, 2.0, 16.0, 4096)])
-@pytest.mark.parametrize(("width", "base"), [(64, 5e5), (128, 5e5), (64, 10000.0), (32, 1e6)])
-def test_llama3_scaling_equals_transformers(
-    factor: float, low: float, high: float, length: int, width: int, base: float
-) -> None:
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    theirs = LlamaConfig(
-        head_dim=width,
-        hidden_size=width * 4,
-        num_attention_heads=4,
-        max_position_embeddings=131072,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": base,
-            "factor": factor,
-            "low_freq_factor": low,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": length,
-        },
-    )
-    expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](theirs, CPU)
-    config = rope_config(
-        width,
-        rotary_base=base,
-        use_rope_scaling=True,
-        rope_scaling_factor=factor,
-        rope_low_freq_factor=low,
-        rope_high_freq_factor=high,
-        rope_original_max_position_embeddings=length,
-    )
-    assert attention_factor == 1.0
-    assert torch.allclose(inverse_frequencies(config, torch.float32, CPU), expected, rtol=1e-6, atol=0)
-    unscaled = inverse_frequencies(rope_config(width, rotary_base=base), torch.float32, CPU)
-    assert not torch.allclose(expected, unscaled)
 
 
 def test_at_position_4000_the_fp32_table_is_exact_enough_and_a_bf16_one_would_not_be() -> None:

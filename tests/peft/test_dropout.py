@@ -6,6 +6,7 @@ A and B are identities and the scale is 1, so what an adapter adds to zeros is i
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed import random
 from megalite.distributed.mesh import single_process_mesh
 from megalite.models.gpt import GPTStage
-from megalite.nn.module import SequenceInfo
+from megalite.nn.tokens import Tokens
 from megalite.peft.apply import apply_peft
 from megalite.peft.modules import LINEAR_OF
 from tests.helpers import FP64, LLAMA, tiny_model
@@ -42,15 +43,14 @@ def _added(model: GPTStage, part: str, layer: int = 0, keys: Tensor | None = KEY
         pair.b.zero_()
     b = base.lora.get_submodule(part).b
     b.copy_(torch.eye(b[..., 0].numel(), WIDTH).view(b.shape))
-    index = torch.arange(LENGTH)
+    tokens = Tokens.whole(torch.arange(LENGTH)[None])
     x = torch.ones(LENGTH, BATCH, WIDTH, dtype=torch.float64)
     zeros = torch.zeros(LENGTH, BATCH, base.weight[..., 0].numel(), dtype=torch.float64)
-    plain = base.lora(zeros.clone(), x, SequenceInfo(position_ids=index[None], token_index=index))
+    plain = base.lora(zeros.clone(), x, tokens)
     outputs = plain[0, 0] == 1  # in evaluation all is there, exactly
     assert torch.equal(plain, outputs.double().expand_as(plain))
     assert outputs.sum() == b[..., 0].numel()
-    info = SequenceInfo(position_ids=index[None], token_index=index, dropout_keys=keys)
-    result: Tensor = base.lora(zeros, x, info)
+    result: Tensor = base.lora(zeros, x, replace(tokens, dropout_keys=keys))
     assert not result[..., ~outputs].any()
     return result[..., outputs]
 

@@ -16,13 +16,14 @@ from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.pieces import whole
 from megalite.models.gpt import plain_info
-from megalite.nn.attention_backend import AttentionBackend, choose_backend
+from megalite.nn.attention_backend import AttentionBackend, choose_backend, core_attention
 from megalite.nn.linear import linear
 from megalite.nn.module import named_specs
+from megalite.nn.tokens import Tokens
 from megalite.peft.adapter import plan_adapter
 from megalite.peft.apply import apply_peft, count_parameters
 from megalite.peft.virtual import backend_problem
-from tests.helpers import FP64, LLAMA, UNFUSED, assert_tiled, data_mesh, tiny_model, tiny_tokens
+from tests.helpers import FP64, LLAMA, UNFUSED, assert_tiled, data_mesh, tiny_build, tiny_model, tiny_tokens
 
 KINDS = {
     "lora": PeftConfig(peft="lora", lora_rank=2, lora_target_modules=["all-linear"]),
@@ -115,11 +116,7 @@ def test_packed_documents_see_the_virtual_tokens_and_not_each_other(kind: str) -
     tokens = tiny_tokens(1, 9)[:, :-1]
     virtual = model.sequence_length(0)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    packed = replace(
-        plain_info(tokens),
-        position_ids=positions,
-        document_ids=torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]], dtype=torch.int32),
-    )
+    packed = Tokens.whole(positions, torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]], dtype=torch.int32))
     together = model(tokens, packed)[virtual:]
     for part in (slice(0, 4), slice(4, 9)):
         alone = tokens[:, part]
@@ -130,7 +127,7 @@ def test_packed_documents_see_the_virtual_tokens_and_not_each_other(kind: str) -
 def test_a_kernel_without_masks_is_refused_by_name(kind: str) -> None:
     mesh = single_process_mesh()
     model = tiny_model(mesh, FP64)
-    model.backend = AttentionBackend("varlen", (), "test")
+    model.core.backend = AttentionBackend("varlen", (), "test")
     with pytest.raises(UserError, match=f"--peft {kind}.*--attention-backend unfused"):
         apply_peft([model], KINDS[kind], mesh=mesh, precision=FP64, seed=1)
     apply_peft([model], KINDS["lora"], mesh=mesh, precision=FP64, seed=1)
@@ -143,9 +140,9 @@ def test_the_unfused_kernel_gives_the_same(kind: str) -> None:
     for backend in (None, UNFUSED):
         model = tiny_model(mesh, FP64, init_method_std=0.3, **LLAMA)
         if backend is not None:
-            model.backend = backend
+            model.core = core_attention(tiny_build(**LLAMA), backend)
             for layer in model.decoder.layers.values():
-                layer.self_attention.core.backend = backend
+                layer.self_attention.core = model.core
         apply_peft([model], KINDS[kind], mesh=mesh, precision=FP64, seed=1)
         results.append(model(tokens, plain_info(tokens)))
     assert torch.allclose(*results, rtol=0, atol=1e-12)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -10,7 +12,6 @@ from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.pipeline.runtime import PipelineRuntime
 from megalite.pipeline.schedules import BACKWARD, FORWARD, Action, one_forward_one_backward
-from megalite.pipeline.transport import Shapes, Tensors
 from tests.pipeline import toy
 
 ONE_CHUNK = ("gpipe", "1f1b", "zb-h1")
@@ -22,26 +23,8 @@ class _Notebook:
     def __init__(self) -> None:
         self.calls: list[Action] = []
 
-    def _note(self, kind: str, chunk: int, microbatch: int) -> None:
-        self.calls.append(Action(kind, chunk, microbatch))
-
-    def forward(self, chunk: int, microbatch: int, inputs: Tensors | None = None) -> Tensors | None:
-        self._note("forward", chunk, microbatch)
-        return None
-
-    def backward(self, chunk: int, microbatch: int, output_grads: Tensors | None = None) -> Tensors | None:
-        self._note("backward", chunk, microbatch)
-        return None
-
-    def backward_input(self, chunk: int, microbatch: int, output_grads: Tensors | None = None) -> Tensors | None:
-        self._note("backward_input", chunk, microbatch)
-        return None
-
-    def backward_weight(self, chunk: int, microbatch: int) -> None:
-        self._note("backward_weight", chunk, microbatch)
-
-    def expected_inputs(self, chunk: int, microbatch: int) -> Shapes:
-        raise AssertionError("nothing is received")
+    def __getattr__(self, kind: str) -> Callable[..., None]:
+        return lambda chunk, microbatch, *_: self.calls.append(Action(kind, chunk, microbatch))
 
 
 def test_actions_run_in_the_order_of_the_list() -> None:

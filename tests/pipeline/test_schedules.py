@@ -122,22 +122,6 @@ def test_the_other_schedules_refuse_several_chunks(name: str) -> None:
         build_schedule(name, 4, 2, 8)
 
 
-def test_each_microbatch_runs_forward_and_backward_once_on_every_chunk() -> None:
-    for name, p, v, m, schedule in every_schedule():
-        kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if name == "zb-h1" else (FORWARD, BACKWARD)
-        whole = sorted((kind, c, i) for kind in kinds for c in range(v) for i in range(m))
-        assert len(schedule) == p
-        assert all(sorted(actions) == whole for actions in schedule)
-
-
-def test_every_chunk_runs_its_backwards_in_the_order_of_microbatches() -> None:
-    for _, _, v, m, schedule in every_schedule():
-        for actions in schedule:
-            for kind in {action.kind for action in actions} - {FORWARD}:
-                for chunk in range(v):
-                    assert [a.microbatch for a in actions if a[:2] == (kind, chunk)] == list(range(m))
-
-
 def test_evaluation_runs_every_microbatch_through_every_chunk_in_groups() -> None:
     assert forward_only(2, 2, 3) == [spelled("F0 F1 F-0 F-1 F2 F-2")] * 2
     assert forward_only(1, 1, 2) == [spelled("F0 F1")]

@@ -13,8 +13,8 @@ from megalite.data.microbatch import Microbatch
 from megalite.distributed import random
 from megalite.distributed.mesh import single_process_mesh
 from megalite.nn.module import named_specs
-from megalite.training import executor
 from megalite.training.executor import GPTExecutor
+from megalite.training.objective import TokenLoss
 from tests.helpers import FP64, LLAMA, VOCABULARY, tiny_model, tiny_tokens
 
 LENGTH, WIDTH = 24, 32
@@ -45,7 +45,7 @@ def _run(overrides: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], lis
     """Of one step over all microbatches: the summed loss after each, every gradient, FLOPs of each."""
     model = tiny_model(single_process_mesh(), FP64, init_method_std=0.1, **overrides)
     microbatches = _microbatches()
-    work = GPTExecutor([model], single_process_mesh(), label_smoothing=0.1)
+    work = GPTExecutor([model], single_process_mesh(), TokenLoss(0.1))
     counted = sum(int(batch.loss_mask.sum()) for batch in microbatches)
     work.begin(microbatches, scale=1.0 / counted, dropout_key=random.fold(7))
     losses, costs = [], []
@@ -65,7 +65,7 @@ def test_leaving_out_tokens_that_do_not_count_changes_neither_losses_nor_gradien
     overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses, gradients, costs = _run(overrides)
-    monkeypatch.setattr(executor, "counted_tokens", lambda mask: None)
+    monkeypatch.setattr(TokenLoss, "chosen", lambda self, batch: None)
     all_losses, all_gradients, all_costs = _run(overrides)
     assert losses == pytest.approx(all_losses, rel=1e-12)
     assert losses[1] == losses[2]  # that of nothing

@@ -1,0 +1,45 @@
+"""What a run minimises.
+
+Key idea: the loss of a step is one sum over the global batch, divided by one number that is known before the first
+forward. So an objective says two things of the microbatches that a rank holds: what they add to the sum, and what they
+add to the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalite.data.microbatch import Microbatch
+from megalite.models.gpt import GPTStage
+
+_WORTH = 0.9  # of all tokens: a copy of those counted is read and written, which costs less than a tenth of the layer
+
+
+class TokenLoss:
+    """The mean cross-entropy of the tokens that count, in nats: of next tokens or labels."""
+
+    def __init__(self, label_smoothing: float = 0.0):
+        """`label_smoothing`: of training alone."""
+        self.label_smoothing = label_smoothing
+
+    def normaliser(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """What these microbatches, on the host, add to the number that the summed loss is divided by: int64 []."""
+        return torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
+
+    def chosen(self, batch: Microbatch) -> Tensor | None:
+        """Which of the s · b tokens of a microbatch on the host the output layer is to compute, int64 [n]: those
+        counted, where that leaves out enough for it to gain; else None. On the host nothing waits for the device."""
+        counted = batch.loss_mask.t().flatten().nonzero().flatten()
+        return counted if 0 < len(counted) <= _WORTH * batch.loss_mask.numel() else None
+
+    def loss(
+        self, stage: GPTStage, hidden: Tensor, batch: Microbatch, chosen: Tensor | None, *, training: bool
+    ) -> Tensor:
+        """What a microbatch adds to the summed loss, wide []: from the last stage's `hidden` [s, b, h]. `batch` and
+        `chosen` are on its device."""
+        smoothing = self.label_smoothing if training else 0.0
+        losses = stage.token_losses(hidden, batch.labels, label_smoothing=smoothing, counted=chosen)
+        return (losses if chosen is not None else losses.where(batch.loss_mask.t(), 0.0)).sum()
