@@ -18,7 +18,7 @@ from megalite.distributed.launch import Environment
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.pool import ProcessPool
-from megalite.optimizer.transport import Pending, Transport
+from megalite.optimizer.transport import TimedPending, Transport
 from megalite.training.prepare import prepare_config
 from megalite.training.run import build_run
 from megalite.verify.configs import resolved
@@ -33,23 +33,23 @@ class SlowTransport(Transport):
         self.delay = self.busy = 0.0
         self._free = 0.0  # when the link is
 
-    def _slow(self, pending: Pending) -> Pending:
+    def _slow(self, pending: TimedPending) -> TimedPending:
         self._free = max(self._free, time.perf_counter()) + self.delay
         self.busy += self.delay
         return _Slow(pending, self._free)
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+    def all_reduce(self, tensor: Tensor, group: Group) -> TimedPending:
         return self._slow(super().all_reduce(tensor, group))
 
-    def reduce_scatter(self, result: Tensor, tensor: Tensor, group: Group) -> Pending:
+    def reduce_scatter(self, result: Tensor, tensor: Tensor, group: Group) -> TimedPending:
         return self._slow(super().reduce_scatter(result, tensor, group))
 
-    def all_gather(self, result: Tensor, part: Tensor, group: Group) -> Pending:
+    def all_gather(self, result: Tensor, part: Tensor, group: Group) -> TimedPending:
         return self._slow(super().all_gather(result, part, group))
 
 
-class _Slow(Pending):
-    def __init__(self, pending: Pending, until: float):
+class _Slow(TimedPending):
+    def __init__(self, pending: TimedPending, until: float):
         self._pending, self._until, self.begin, self.end = pending, until, pending.begin, until * 1e3
 
     def wait(self) -> None:

@@ -104,7 +104,7 @@ def load_checkpoint(
     agree(attempt(lambda: read_shards(path, plan.reads)), mesh.world)
 
 
-def read_config(directory: str | os.PathLike[str]) -> RunConfig:
+def read_checkpoint_config(directory: str | os.PathLike[str]) -> RunConfig:
     """The configuration of the run that wrote a checkpoint."""
     path = Path(directory, storage.CONFIG_FILE)
     values = storage.read_json(path)
@@ -151,7 +151,7 @@ def _hint(path: Path, sizes: Collection[int] = (), *, tables: bool = False) -> s
     """The checkpoint's network as flags, those first whose value is one of `sizes`. `tables`: only those over the
     vocabulary have another shape."""
     try:
-        config = read_config(path)
+        config = read_checkpoint_config(path)
     except CheckpointError:
         return ""
     sections = {"model": config.model, "tokenizer": config.tokenizer}

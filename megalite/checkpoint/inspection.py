@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from megalite.checkpoint.checkpoint import read_config, read_training_state
+from megalite.checkpoint.checkpoint import read_checkpoint_config, read_training_state
 from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.huggingface.weights import EMBEDDING
 from megalite.checkpoint.metadata import TensorInfo, read_index
@@ -36,7 +36,7 @@ def describe_checkpoint(source: CheckpointDirectory) -> dict[str, Any]:
     """All there is to know without its tensors, ready for JSON. `layout`: of the run that saved it, which whoever loads
     it need not have; data parallelism isn't recorded. Raises a `CheckpointError` for files that are missing or damaged.
     """
-    index, config = read_index(source), read_config(source)
+    index, config = read_index(source), read_checkpoint_config(source)
     training = read_training_state(source).get("training", {})
     tensors = index.tensors
     parameters = [

@@ -151,6 +151,6 @@ def check_files(directory: str | os.PathLike[str], files: dict[str, int]) -> Non
             raise CheckpointError(f"{path} is truncated: it has {actual} bytes and needs at least {size}")
 
 
-def describe(directory: str | os.PathLike[str]) -> dict[str, TensorInfo]:
+def stored_tensors(directory: str | os.PathLike[str]) -> dict[str, TensorInfo]:
     """Shape and dtype of every tensor of a checkpoint, by key, from its index alone."""
     return dict(sorted(read_index(directory).tensors.items()))

@@ -51,7 +51,7 @@ def _tokenizer_beside_adapter(given: argparse.Namespace, overrides: Mapping[str,
 
 def run(loaded: LoadedModel, given: argparse.Namespace, options: GenerationOptions) -> None:
     """Do what the flags ask for."""
-    say(*loaded.notes, *options.notes())
+    tell(*loaded.notes, *options.notes())
     if given.serve is not None:
         from megalite.inference.server import serve  # here, since only this needs the packages of [serve]
 
@@ -108,7 +108,7 @@ def continue_prompts(
         if len(prompts) > 1:
             show(f"--- prompt {number} of {len(prompts)} ---\n")
         show("\n" if live else before + result.text + "\n")
-    say(f"{writing.tokens} tokens in {seconds:.1f} s ({writing.tokens / seconds:.1f} tokens/s)")
+    tell(f"{writing.tokens} tokens in {seconds:.1f} s ({writing.tokens / seconds:.1f} tokens/s)")
 
 
 def talk(loaded: LoadedModel, dialogue: Dialogue, options: GenerationOptions) -> None:
@@ -119,7 +119,7 @@ def talk(loaded: LoadedModel, dialogue: Dialogue, options: GenerationOptions) ->
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (gives `input` a history and editing)
-        say("/reset starts a new conversation, /exit ends; Ctrl-C stops an answer")
+        tell("/reset starts a new conversation, /exit ends; Ctrl-C stops an answer")
     read: Callable[[], str] = lambda: input("> " if interactive else "")  # noqa: E731
     converse(loaded, dialogue, options, read=read, show=show)
 
@@ -130,6 +130,6 @@ def show(text: str) -> None:
     sys.stdout.flush()
 
 
-def say(*lines: str) -> None:
+def tell(*lines: str) -> None:
     """Lines on standard error."""
     sys.stderr.write("".join(line + "\n" for line in lines))

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.checkpoint import load_checkpoint, read_config
+from megalite.checkpoint.checkpoint import load_checkpoint, read_checkpoint_config
 from megalite.checkpoint.huggingface.config import read_huggingface_config
 from megalite.checkpoint.huggingface.files import TensorFiles
 from megalite.checkpoint.huggingface.hub import published_name
 from megalite.checkpoint.huggingface.load import load_huggingface
 from megalite.checkpoint.huggingface.travel import FOLDER, origin, shares_ids, tokenizer_of, use_kept
-from megalite.checkpoint.metadata import describe
+from megalite.checkpoint.metadata import stored_tensors
 from megalite.checkpoint.storage import CONFIG_FILE, find_checkpoint, read_json
 from megalite.config.errors import FlagError, UserError
 from megalite.config.fields import put
@@ -97,10 +97,10 @@ def load_for_generation(root: str, *, step: int | None = None, given: Mapping[st
     found = find_checkpoint(Path(root), step)
     if found is None:
         raise UserError(f"--load {root}: there is no checkpoint in this folder")
-    config = read_config(found.path)
+    config = read_checkpoint_config(found.path)
     use_kept(config, Path(root))
     config = override(config, given or {})
-    embedding = describe(found.path).get(EMBEDDING_KEY)
+    embedding = stored_tensors(found.path).get(EMBEDDING_KEY)
     _check_kind(found.path, config, whole_model=embedding is not None)
     source = Path(root, FOLDER) if Path(root, FOLDER).is_dir() else origin(config)
     rows = None if embedding is None else embedding.shape[0]

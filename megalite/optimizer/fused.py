@@ -23,7 +23,7 @@ from megalite.distributed.param_spec import Treatment
 from megalite.optimizer.segments import Segment
 
 
-class Engine(Protocol):
+class UpdateEngine(Protocol):
     """Steps its segments, and owns the state that it keeps for their elements."""
 
     segments: Sequence[Segment]
@@ -171,11 +171,11 @@ def check_adam_backend(config: RunConfig, device: str) -> list[str]:
 
 def build_engines(
     config: OptimizerConfig, device: torch.device, wide: torch.dtype, segments: Sequence[Segment]
-) -> list[Engine]:
+) -> list[UpdateEngine]:
     """Engines that have the segments between them, of the kind that `--adam-backend` asks for; the one place that
     decides which updates what. A rank that has nothing to update says what would update it."""
 
-    def engine(device: torch.device, mine: Sequence[Segment]) -> Engine:
+    def engine(device: torch.device, mine: Sequence[Segment]) -> UpdateEngine:
         if config.adam_backend == "torch":
             return TorchFused(config, device, wide, mine)
         return LibraryAdam(_import_adam(config.adam_backend), LIBRARIES[config.adam_backend][0], config, mine)

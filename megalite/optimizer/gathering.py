@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite.optimizer.buckets import Bucket
 from megalite.optimizer.reduction import Recorder
 from megalite.optimizer.sharding import Sharding, Unit
-from megalite.optimizer.transport import Pending, Transport
+from megalite.optimizer.transport import TimedPending, Transport
 
 
 class Gatherer:
@@ -28,7 +28,7 @@ class Gatherer:
         self.transport, self.units, self.overlap = transport, units, sharding.overlap_gather
         self.recorder: Recorder | None = None
         self.in_backward, self.peak_elements = False, 0
-        self._pending: dict[Bucket, Pending] = {}
+        self._pending: dict[Bucket, TimedPending] = {}
         holding = {slot.parameter: bucket for bucket in self.buckets for slot in bucket.slots}
         self.buckets_of = [
             list(dict.fromkeys(holding[parameter] for _, parameter, _ in unit.members if parameter in holding))

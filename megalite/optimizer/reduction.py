@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalite.optimizer.buckets import Bucket, Slot
 from megalite.optimizer.sharding import Sharding, Unit
-from megalite.optimizer.transport import Pending, Transport
+from megalite.optimizer.transport import TimedPending, Transport
 from megalite.precision.policy import Precision
 
 MAX_PENDING = 2  # starts whose reductions may be under way, so that their whole-bucket gradients are alive
@@ -48,7 +48,7 @@ class _Reduction(NamedTuple):
     """A reduction under way: its result, as a part of what is sent or of the gradients `whole`."""
 
     bucket: Bucket
-    pending: Pending
+    pending: TimedPending
     result: Tensor
     whole: Tensor
 

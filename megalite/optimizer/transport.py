@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite.distributed.mesh import Group
 
 
-class Pending:
+class TimedPending:
     """A collective under way; `wait` returns once its result may be used. Until then its tensors must be left alone.
 
     `begin`, `end`: milliseconds of a monotonic clock. On CUDA `end` is when `wait` returned, on a CPU when the last
@@ -56,28 +56,28 @@ class Transport:
         self.bytes_sent += rounds * tensor.nbytes * (group.size - 1) // group.size
         self.collectives += 1
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+    def all_reduce(self, tensor: Tensor, group: Group) -> TimedPending:
         """Sum `tensor` over the ranks, in place."""
         self._count(tensor, group, 2)
         work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
-        return Pending(work, on_cpu=not tensor.is_cuda)
+        return TimedPending(work, on_cpu=not tensor.is_cuda)
 
-    def reduce_scatter(self, result: Tensor, tensor: Tensor, group: Group) -> Pending:
+    def reduce_scatter(self, result: Tensor, tensor: Tensor, group: Group) -> TimedPending:
         """This rank's part of the sum of `tensor` over the ranks, into `result`, which may be that part of `tensor`."""
         self._count(tensor, group, 1)
         if tensor.is_cuda:
             work = dist.reduce_scatter_single(result, tensor, group=group.process_group, async_op=True)
-            return Pending(work, on_cpu=False)
+            return TimedPending(work, on_cpu=False)
         # Gloo's reduce-scatter moves as much as an all-reduce: exchange the parts, add them in the order of ranks.
         parts = torch.empty_like(tensor)
         work = dist.all_to_all_single(parts, tensor, group=group.process_group, async_op=True)
-        return Pending(work, lambda: _sum_rows(parts.view(group.size, -1), result))
+        return TimedPending(work, lambda: _sum_rows(parts.view(group.size, -1), result))
 
-    def all_gather(self, result: Tensor, part: Tensor, group: Group) -> Pending:
+    def all_gather(self, result: Tensor, part: Tensor, group: Group) -> TimedPending:
         """The ranks' `part`s, one after another, into `result`; `part` may be this rank's part of it."""
         self._count(result, group, 1)
         work = dist.all_gather_single(result, part, group=group.process_group, async_op=True)
-        return Pending(work, on_cpu=not result.is_cuda)
+        return TimedPending(work, on_cpu=not result.is_cuda)
 
 
 def _sum_rows(rows: Tensor, result: Tensor) -> None:

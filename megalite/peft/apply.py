@@ -143,7 +143,7 @@ def prompt_from_text(stage: GPTStage, tokens: Sequence[int]) -> Tensor:
     return vectors
 
 
-def count_parameters(stages: Sequence[GPTStage], mesh: Mesh) -> tuple[int, int]:
+def owned_parameters(stages: Sequence[GPTStage], mesh: Mesh) -> tuple[int, int]:
     """Logical parameters of this rank's chunks that are trained, and all, without copies that others own."""
     trained = total = 0
     for stage in stages:

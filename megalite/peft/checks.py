@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.checkpoint import read_config
+from megalite.checkpoint.checkpoint import read_checkpoint_config
 from megalite.checkpoint.errors import CheckpointError, attempt
 from megalite.checkpoint.storage import CheckpointDirectory
 from megalite.config.check_peft import lora_parts, target_names
@@ -53,7 +53,7 @@ def check_resumed_adapter(directory: CheckpointDirectory, config: RunConfig, *, 
     if weights_only or config.peft.peft == "none":
         refuse_adapter(directory)
         return []
-    saved = read_config(directory)
+    saved = read_checkpoint_config(directory)
     theirs, ours = (_base(each) for each in (saved, config))
     if saved.peft.peft != config.peft.peft:
         raise CheckpointError(
@@ -76,7 +76,7 @@ def check_resumed_adapter(directory: CheckpointDirectory, config: RunConfig, *, 
 
 def refuse_adapter(directory: CheckpointDirectory) -> None:
     """Raise a CheckpointError for a checkpoint that holds no model."""
-    kind = read_config(directory).peft.peft
+    kind = read_checkpoint_config(directory).peft.peft
     if kind != "none":
         raise CheckpointError(
             f"{directory.path} holds only what a run with --peft {kind} trained beside a model: --load it "

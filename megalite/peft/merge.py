@@ -20,7 +20,7 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.classes import classifier_json, padding_id, padding_notes, with_number_format
 from megalite.checkpoint.huggingface.config import HuggingFaceModel, read_huggingface_config
-from megalite.checkpoint.huggingface.files import Entry, TensorFiles, check_absent, new_folder, write_weights
+from megalite.checkpoint.huggingface.files import Entry, TensorFiles, check_absent, new_model_folder, write_weights
 from megalite.checkpoint.huggingface.travel import (
     GENERATION_FILE,
     find_tokenizer,
@@ -184,7 +184,7 @@ def merge_adapter(source: Path, adapter: Path, target: Path, ignored: Collection
     check_absent(target)
     with TensorFiles(source) as files:
         merge = _Merge(source, read_adapter(adapter), files, ignored)
-        with new_folder(target) as temporary:
+        with new_model_folder(target) as temporary:
             return merge.write(temporary)
 
 

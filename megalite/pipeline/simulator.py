@@ -64,7 +64,7 @@ def simulate(lowered: Schedule, costs: Costs) -> Timeline:
         end = now
         if action.kind in COMMUNICATION:
             message = message_of(action, rank, stages, chunks)
-            assert message is not None, f"rank {rank}, {describe(action)}: no stage there"
+            assert message is not None, f"rank {rank}, {action_text(action)}: no stage there"
             lane = lanes[message.source % stages, message.target % stages, message.source < message.target]
             if action.kind in WAITS.values():
                 if message not in lane.arrivals:
@@ -83,7 +83,7 @@ def simulate(lowered: Schedule, costs: Costs) -> Timeline:
     while any(run_next(rank) for rank in range(stages)):
         pass
     stuck = [
-        f"rank {rank} at {describe(actions[len(spans)])}"
+        f"rank {rank} at {action_text(actions[len(spans)])}"
         for rank, (actions, spans) in enumerate(zip(lowered, ranks, strict=True))
         if len(spans) < len(actions)
     ]
@@ -111,7 +111,7 @@ class _Lane:
             self.last = self.arrivals[message] = max(self.last, sent, posted) + travel
 
 
-def describe(action: Action) -> str:
+def action_text(action: Action) -> str:
     """An action for people."""
     return f"{action.kind}(chunk {action.chunk}, microbatch {action.microbatch})"
 
@@ -155,7 +155,7 @@ def _validate_rank(
     done: set[Action] = set()
     newest = {(kind, chunk): -1 for kind in BACKWARDS for chunk in range(chunks)}
     for index, action in enumerate(actions):
-        here = f"rank {rank}, action {index}, {describe(action)}"
+        here = f"rank {rank}, action {index}, {action_text(action)}"
         if not (0 <= action.chunk < chunks and 0 <= action.microbatch < microbatches and exists(action)):
             raise ScheduleError(f"{here}: there is no such thing in this pipeline")
         if action in done:

@@ -80,7 +80,7 @@ class Profiler:
         self._profile = None
 
 
-class Timeline:
+class TimelineRecorder:
     """Writes one JSON line per executed action to `DIR/rank_N.jsonl`, and one per data-parallel collective to
     `DIR/collectives_N.jsonl`; times in ms from the first one."""
 

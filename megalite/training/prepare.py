@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.checkpoint import read_config as read_checkpoint_config
+from megalite.checkpoint.checkpoint import read_checkpoint_config
 from megalite.checkpoint.storage import refuse_other_kind
 from megalite.config.batches import batch_size_stages
 from megalite.config.entry import Loaders, fill, read_config

@@ -18,8 +18,7 @@ from megalite.estimate.memory import MemoryEstimate, estimate_memory, free_machi
 from megalite.models.gpt import GPTStage
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.embedding import padded_vocabulary
-from megalite.peft.apply import apply_peft
-from megalite.peft.apply import count_parameters as owned_parameters
+from megalite.peft.apply import apply_peft, owned_parameters
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.timeline import peak_live
 from megalite.precision.policy import Precision

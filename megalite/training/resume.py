@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.checkpoint import load_checkpoint, read_config, read_training_state, save_checkpoint
+from megalite.checkpoint.checkpoint import load_checkpoint, read_checkpoint_config, read_training_state, save_checkpoint
 from megalite.checkpoint.errors import CheckpointError, agree, on_first_rank
 from megalite.checkpoint.huggingface.architecture import HEAD
-from megalite.checkpoint.metadata import describe
+from megalite.checkpoint.metadata import stored_tensors
 from megalite.checkpoint.storage import (
     CONFIG_FILE,
     STATE_FILE,
@@ -108,7 +108,7 @@ class Progress:
         }
 
 
-def start(model: TrainedModel, progress: Progress, tokenizer: Tokenizer, say: Callable[..., None]) -> None:
+def restore(model: TrainedModel, progress: Progress, tokenizer: Tokenizer, say: Callable[..., None]) -> None:
     """Fill the built `model`, and where a run goes on its `progress`. `tokenizer`: of the text that a prompt starts
     from. `say`: prints lines on the first rank. Collective over the world."""
     config, mesh = model.config, model.mesh
@@ -183,7 +183,7 @@ def save(model: TrainedModel, progress: Progress, root: str, *, retain: Retentio
 def _named_by_source(pieces: Iterable[Piece], directory: CheckpointDirectory, model: TrainedModel) -> Iterator[Piece]:
     """Pieces named by the stored entries that fill them: a wide weight takes a half-precision run's main parameter, and
     a main parameter takes a wide run's weight."""
-    stored, half = set(describe(directory)), model.precision.needs_main_parameters
+    stored, half = set(stored_tensors(directory)), model.precision.needs_main_parameters
     for piece in pieces:
         key, main = piece.name, piece.name.replace("model.", "optimizer.main.", 1)
         if key.startswith("model.") and not half and main in stored:
@@ -228,7 +228,7 @@ def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress
     Collective over the world."""
     config, optimizer = model.config, model.optimizer
     with_optimizer = config.checkpoint.load_optim and not weights_only
-    stored = set(describe(directory))
+    stored = set(stored_tensors(directory))
     new_head = weights_only and config.finetune.task == "classification" and f"model.{HEAD}" not in stored
     if config.finetune.task == "classification" and not new_head:
         _check_classes(directory, config.finetune.class_names)
@@ -275,7 +275,7 @@ def _read_state(directory: CheckpointDirectory, values: Mapping[str, Any], confi
         raise CheckpointError(f"{path} tells no training state: {error}") from error
     wrong_numbers, batches = list(state.contradictions()), None
     if state.begun_iteration is not None and state.begun_samples is not None:
-        batches = BatchSchedule.from_config(read_config(directory))
+        batches = BatchSchedule.from_config(read_checkpoint_config(directory))
         samples = batches.samples_after(state.iteration - state.begun_iteration, state.begun_samples)
         if samples != state.consumed_samples:
             wrong_numbers.append(
@@ -294,7 +294,7 @@ def _read_state(directory: CheckpointDirectory, values: Mapping[str, Any], confi
 
 def _check_classes(directory: CheckpointDirectory, classes: list[str] | None) -> None:
     """Raise a CheckpointError where a classifier's classes aren't those of this run."""
-    theirs = read_config(directory).finetune.class_names
+    theirs = read_checkpoint_config(directory).finetune.class_names
     if theirs is not None and theirs != classes:
         raise CheckpointError(
             f"{directory.path} was trained with --class-names {' '.join(theirs)}, and this run has "

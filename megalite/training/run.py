@@ -25,7 +25,7 @@ from megalite.optimizer.transport import Transport
 from megalite.peft.adapter import AdapterSaver
 from megalite.precision.loss_scaler import LossScaler
 from megalite.training import resume
-from megalite.training.diagnostics import Timeline, dump_gradients
+from megalite.training.diagnostics import TimelineRecorder, dump_gradients
 from megalite.training.engine import Engine
 from megalite.training.model import TrainedModel, build_model
 from megalite.training.prepare import Prepared
@@ -112,11 +112,11 @@ def build_run(prepared: Prepared, mesh: Mesh, *, transport: Transport | None = N
         transport=transport,
     )
     tell = partial(say, mesh)
-    resume.start(model, progress, prepared.tokenizer, tell)
+    resume.restore(model, progress, prepared.tokenizer, tell)
     feed = Feed(task, mesh, datasets, progress.state)
     recorder, gradients = None, config.training.dump_grads
     if config.logging.timeline is not None:
-        recorder = Timeline(config.logging.timeline, mesh.rank)
+        recorder = TimelineRecorder(config.logging.timeline, mesh.rank)
         model.optimizer.record(recorder.collective)
     engine = Engine(model, task.objective(), recorder)
     trainer = Trainer(model, engine, progress, feed.training())

@@ -87,7 +87,7 @@ def prove_one(config: RunConfig, size: Size, *, steps: int, tolerance: float, no
         else:
             notes += replace_absent_files(config)
             world = size.processes or _world(config.layout, least=1)
-        text = describe(config.layout, world)
+        text = layout_text(config.layout, world)
         size.refuse_if_over(world, text, "--shrink proves a small layout of the same kind")
         run = checked(config, world)
         _refuse_beyond_memory(run, world)
@@ -126,7 +126,7 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def describe(layout: LayoutConfig, processes: int | None = None) -> str:
+def layout_text(layout: LayoutConfig, processes: int | None = None) -> str:
     """`TP 2 + SP x PP 4 x VPP 2 x DP 1`; without `processes` no DP."""
     tp, pp, chunks = (
         layout.tensor_model_parallel_size,
@@ -140,7 +140,7 @@ def describe(layout: LayoutConfig, processes: int | None = None) -> str:
 
 def _from(asked: RunConfig, config: RunConfig) -> str:
     """The layout that was asked for, where it was cut down."""
-    before, after = describe(_with_chunks(asked)), describe(config.layout)
+    before, after = layout_text(_with_chunks(asked)), layout_text(config.layout)
     return "" if before == after else f", made smaller from {before} (--keep-layout keeps it)"
 
 
@@ -166,10 +166,10 @@ def _shrunk(config: RunConfig, size: Size, folder: Path) -> tuple[RunConfig, int
     world = size.processes or _world(layout, least=2 if shards(config) else 1)
     copies = world // _least(layout)
     if copies == 0 or world % _least(layout):
-        raise FlagError(f"--processes {world}: {describe(layout)} needs a multiple of {_least(layout)} processes")
+        raise FlagError(f"--processes {world}: {layout_text(layout)} needs a multiple of {_least(layout)} processes")
     if config.finetune.sft_data is None:
         use_made_data(config, 1)
-    size.refuse_if_over(world, describe(layout, world), "Leave out --keep-layout")
+    size.refuse_if_over(world, layout_text(layout, world), "Leave out --keep-layout")
     given = checked(config, copies * _least(config.layout))
     return shrink(given, copies, folder, None if size.keep_layout else layout), world
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megalite.checkpoint.checkpoint import load_checkpoint, read_config, read_training_state, save_checkpoint
+from megalite.checkpoint.checkpoint import load_checkpoint, read_checkpoint_config, read_training_state, save_checkpoint
 from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
-from megalite.checkpoint.metadata import describe, read_index
+from megalite.checkpoint.metadata import read_index, stored_tensors
 from megalite.checkpoint.planner import owned_chunks
 from megalite.config.errors import FlagError
 from megalite.config.schema import RunConfig
@@ -122,7 +122,7 @@ def test_configuration_and_training_state_come_back_equal(tmp_path: Path) -> Non
         training_state=state,
         retain=logical.KEEP_ALL,
     )
-    assert read_config(path) == config
+    assert read_checkpoint_config(path) == config
     assert read_training_state(path) == state
 
 
@@ -139,7 +139,7 @@ def test_the_index_names_no_place_of_the_machine_that_wrote_it(saved: Path) -> N
 
 
 def test_describe_lists_keys_shapes_and_dtypes(saved: Path) -> None:
-    listed = describe(saved)
+    listed = stored_tensors(saved)
     assert {key: info.shape for key, info in listed.items()} == logical.logical_shapes()
     assert all(info.dtype == logical.dtype_of(key) for key, info in listed.items())
 
@@ -253,7 +253,7 @@ def test_a_stored_configuration_that_is_not_one_is_refused_by_file_and_field(
     values["model"][name] = value
     (saved / "config.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=message):
-        read_config(saved)
+        read_checkpoint_config(saved)
 
 
 def _lost_key(mesh: Mesh, directory: Path) -> str:

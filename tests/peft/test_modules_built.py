@@ -21,7 +21,7 @@ from megalite.nn.linear import linear
 from megalite.nn.module import named_specs
 from megalite.nn.tokens import Tokens
 from megalite.peft.adapter import plan_adapter
-from megalite.peft.apply import apply_peft, count_parameters
+from megalite.peft.apply import apply_peft, owned_parameters
 from megalite.peft.virtual import backend_problem
 from tests.helpers import FP64, LLAMA, UNFUSED, assert_tiled, data_mesh, tiny_build, tiny_model, tiny_tokens
 
@@ -61,7 +61,7 @@ def test_only_what_is_added_requires_gradients_and_is_counted() -> None:
     # q, k, v, o, gate, up, down with 4 heads and 2 groups of 8, 48 inside
     pairs = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]
     expected = 2 * sum(2 * (i + o) for i, o in pairs)
-    assert count_parameters([model], mesh) == (expected, everything + expected)
+    assert owned_parameters([model], mesh) == (expected, everything + expected)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -77,13 +77,13 @@ def test_boxes_cover_every_parameter_once_and_ranks_together_count_it_once(
     apply_peft([model], KINDS[kind], mesh=alone, precision=FP64, seed=1)
     everything = sum(parameter.numel() for parameter in model.parameters())
     trained = everything - base
-    assert count_parameters([model], alone) == (trained, everything)
+    assert owned_parameters([model], alone) == (trained, everything)
     counts, specs = [], defaultdict(list)
     for rank in range(tp):
         mesh = data_mesh(Layout(tp=tp, sequence_parallel=sequence_parallel), rank)
         part = tiny_model(mesh, FP64, **LLAMA)
         apply_peft([part], KINDS[kind], mesh=mesh, precision=FP64, seed=1)
-        counts.append(count_parameters([part], mesh))
+        counts.append(owned_parameters([part], mesh))
         for name, parameter, spec in named_specs(part):
             if parameter.requires_grad:
                 specs[name].append((rank, spec))

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megalite.checkpoint.checkpoint import load_checkpoint, read_config
+from megalite.checkpoint.checkpoint import load_checkpoint, read_checkpoint_config
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.huggingface.load import BuildModel
 from megalite.checkpoint.huggingface.weights import EMBEDDING
-from megalite.checkpoint.metadata import describe
+from megalite.checkpoint.metadata import stored_tensors
 from megalite.checkpoint.storage import CONFIG_FILE, read_json
 from megalite.config.schema import ModelConfig, PrecisionConfig
 from megalite.distributed.mesh import single_process_mesh
@@ -45,11 +45,11 @@ def compare_with_transformers(
     large to be rounding."""
     if importlib.util.find_spec("transformers") is None:
         return "logits not compared: transformers is not installed"
-    stored = describe(checkpoint)
+    stored = stored_tensors(checkpoint)
     needed = 4 * sum(prod(info.shape) for key, info in stored.items() if key.startswith("model."))
     if needed > machine_memory() / 2:
         return f"logits not compared: each model needs {needed / 1e9:.0f} GB in fp32"
-    config = read_config(checkpoint)
+    config = read_checkpoint_config(checkpoint)
     vocab_size = stored[f"model.{EMBEDDING}"].shape[0]
     positions = _positions(config.model)
     size = (BATCH, len(positions[0]))
@@ -98,7 +98,7 @@ def _ours(
     tokens: Tensor,
     positions: Sequence[Tensor],
 ) -> Tensor:
-    config, mesh = read_config(checkpoint), single_process_mesh()
+    config, mesh = read_checkpoint_config(checkpoint), single_process_mesh()
     config.precision = PrecisionConfig()
     model = build(config, vocab_size, mesh)
     pieces = [whole(f"model.{name}", parameter, spec) for name, parameter, spec in named_specs(model)]

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.checkpoint.checkpoint import read_config
+from megalite.checkpoint.checkpoint import read_checkpoint_config
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import HEAD, Architecture
 from megalite.checkpoint.huggingface.classes import (
@@ -23,7 +23,7 @@ from megalite.checkpoint.huggingface.classes import (
     with_number_format,
 )
 from megalite.checkpoint.huggingface.config import describe_network
-from megalite.checkpoint.huggingface.files import SINGLE_FILE, Entry, check_absent, new_folder, write_weights
+from megalite.checkpoint.huggingface.files import SINGLE_FILE, Entry, check_absent, new_model_folder, write_weights
 from megalite.checkpoint.huggingface.parts import Part
 from megalite.checkpoint.huggingface.travel import (
     GENERATION_FILE,
@@ -58,7 +58,7 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     index = read_index(source)
     check_files(source, index.files)
     tensors = {key.removeprefix(_PREFIX): info for key, info in index.tensors.items() if key.startswith(_PREFIX)}
-    config = read_config(source)
+    config = read_checkpoint_config(source)
     if EMBEDDING not in tensors:
         raise CheckpointError(f"{source.path} {_what_it_is(config, target)}")
     beside = kept_files(source.path.parent, config)
@@ -66,7 +66,7 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     architecture, values = _config_json(config, tensors, beside)
     beside.pop(CONFIG_FILE, None)
     entries = _entries(source.path, index, architecture, tensors)
-    with new_folder(target) as temporary:
+    with new_model_folder(target) as temporary:
         write_weights(temporary, _by_file(entries, shard_bytes))
         write_small_files(temporary, {CONFIG_FILE: to_json(values), **beside})
     return [_note(config, sorted(beside)), *(padding_notes(values["pad_token_id"]) if HEAD in tensors else [])]

@@ -182,7 +182,7 @@ def check_absent(target: Path) -> None:
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def new_model_folder(target: Path) -> Iterator[Path]:
     """A folder to fill that becomes `target` (absent or empty) when the block ends well; else nothing of it stays.
 
     What the operating system refuses becomes a `CheckpointError` that names the target.

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from megalite.checkpoint.checkpoint import read_config, save_checkpoint
+from megalite.checkpoint.checkpoint import read_checkpoint_config, save_checkpoint
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface import compare
 from megalite.checkpoint.huggingface.classes import padding_id, read_classes
@@ -94,7 +94,7 @@ def test_a_classifier_trained_here_decides_alike_in_transformers(kind: str, tmp_
 def test_bits_labels_and_scores_survive_there_and_back(case: str, tmp_path: Path) -> None:
     source = folders.save_classifier(case, tmp_path / "hf", NAMES, pad_token_id=7)
     huggingface_to_megalite(source, tmp_path / "run", build_whole)
-    config = read_config(found(tmp_path / "run")).finetune
+    config = read_checkpoint_config(found(tmp_path / "run")).finetune
     assert (config.task, config.class_names) == ("classification", list(NAMES))
     megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "back")
     folders.assert_equal(folders.tensors(tmp_path / "back"), folders.tensors(source))

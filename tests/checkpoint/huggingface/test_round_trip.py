@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from megalite.checkpoint.checkpoint import read_config
+from megalite.checkpoint.checkpoint import read_checkpoint_config
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface import compare
 from megalite.checkpoint.huggingface.export import megalite_to_huggingface
@@ -53,7 +53,7 @@ def test_number_formats_are_kept(dtype: torch.dtype, tmp_path: Path) -> None:
     source = folders.save("llama, grouped, tied", tmp_path / "hf", dtype=dtype)
     back = there_and_back(source, tmp_path)
     folders.assert_equal(folders.tensors(back), folders.tensors(source))
-    precision = read_config(found(tmp_path / "run")).precision
+    precision = read_checkpoint_config(found(tmp_path / "run")).precision
     flags = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
     assert [name for name in ("bf16", "fp16", "fp64") if getattr(precision, name)] == [flags[dtype]]
     assert transformers.AutoConfig.from_pretrained(back).dtype == dtype
@@ -120,7 +120,7 @@ def test_tokenizer_flags_name_the_files_that_were_kept(files: tuple[str, ...], t
     for name in files:
         (source / name).write_text("{}", encoding="utf-8")
     huggingface_to_megalite(source, tmp_path / "run", build_whole)
-    tokenizer = read_config(found(tmp_path / "run")).tokenizer
+    tokenizer = read_checkpoint_config(found(tmp_path / "run")).tokenizer
     if files:
         assert tokenizer.tokenizer_type == "GPT2BPETokenizer"
         assert tokenizer.vocab_file == str(tmp_path / "run" / "huggingface" / "vocab.json")
