@@ -16,7 +16,7 @@ from megalite.config.schema import DataConfig, ModelConfig, PrecisionConfig, Run
 from megalite.distributed.launch import keep_freed_memory
 from megalite.distributed.mesh import single_process_mesh
 from megalite.estimate.model import training_flops_per_token
-from megalite.models.gpt import GPTStage, plain_info, units_of
+from megalite.models.gpt import GPTStage, plain_tokens, units_of
 from megalite.models.stages import whole_model
 from megalite.nn.attention_backend import choose_backend
 from megalite.nn.module import Build, initialize
@@ -60,7 +60,7 @@ def step_times(config: RunConfig, vocab_size: int, steps: int) -> list[float]:
     for _ in range(steps + 2):
         begin = time.perf_counter()
         optimizer.begin_step(1)
-        hidden = stage(tokens[:, :-1], plain_info(tokens[:, :-1]))
+        hidden = stage(tokens[:, :-1], plain_tokens(tokens[:, :-1]))
         stage.token_losses(hidden, tokens[:, 1:]).mean().backward()
         optimizer.reduce_gradients()
         optimizer.step(optimizer.measure(1.0), lr=1e-4, decoupled_lr=1e-4, weight_decay=0.01, loss_scale=1.0)

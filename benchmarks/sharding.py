@@ -33,7 +33,7 @@ from megalite.config.schema import DataConfig, OptimizerConfig, PrecisionConfig,
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pool import ProcessPool
-from megalite.models.gpt import GPTStage, plain_info, units_of
+from megalite.models.gpt import GPTStage, plain_tokens, units_of
 from megalite.models.stages import whole_model
 from megalite.nn.attention_backend import choose_backend
 from megalite.nn.module import Build, initialize
@@ -54,7 +54,7 @@ class Loss(nn.Module):
         self.stage = stage
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.stage(tokens[:, :-1], plain_info(tokens[:, :-1]))
+        hidden = self.stage(tokens[:, :-1], plain_tokens(tokens[:, :-1]))
         return self.stage.token_losses(hidden, tokens[:, 1:]).mean()
 
 

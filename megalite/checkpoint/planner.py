@@ -58,7 +58,7 @@ def owned_chunks(pieces: Iterable[Piece], mesh: Mesh) -> list[Chunk]:
     seen: set[tuple[str, Shape]] = set()
     result = []
     for piece in pieces:
-        group = mesh.along(piece.spec.domain.data)
+        group = mesh.along(piece.spec.domain.data_axes)
         sizes_written = written.setdefault(group.ranks, [0] * group.size)
         for box, start, view in piece.held():
             if box.owner != mesh.rank or (piece.name, start) in seen:

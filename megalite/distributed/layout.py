@@ -17,15 +17,15 @@ EXPERT_AXES = ("pp", "edp", "ep", "etp")
 
 @dataclass(frozen=True)
 class Domain:
-    """How one kind of parameters lies on the grid. Ranks that differ only along `data` hold the same parameters and see
-    other data; those that differ only along `replica` hold one whole copy; `tensor` is the axis that cuts tensors."""
+    """How one kind of parameters lies on the grid. Ranks that differ only along `data_axes` hold the same parameters
+    and get other data; those that differ only along `model_axes` together hold one copy; `tensor_axis` cuts tensors."""
 
-    data: tuple[str, ...]
-    replica: tuple[str, ...]
-    tensor: str
+    data_axes: tuple[str, ...]
+    model_axes: tuple[str, ...]
+    tensor_axis: str
 
 
-DENSE = Domain(data=("dp", "cp"), replica=("pp", "tp"), tensor="tp")
+DENSE = Domain(data_axes=("dp", "cp"), model_axes=("pp", "tp"), tensor_axis="tp")
 DOMAINS = (DENSE,)
 
 
@@ -61,6 +61,11 @@ class Layout:
     def edp(self) -> int:
         """Copies of each expert: expert data-parallel size."""
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What a sequence's length must be a multiple of: between blocks it is cut into so many parts."""
+        return self.tp if self.sequence_parallel else 1
 
     def size(self, axis: str) -> int:
         return int(getattr(self, axis))

@@ -17,7 +17,7 @@ from megalite.distributed.layout import DENSE, DOMAINS, Layout
 
 GROUP_AXES = (
     *(("tp",), ("cp",), ("dp",), ("pp",)),
-    *(axes for domain in DOMAINS for axes in (domain.data, domain.replica)),
+    *(axes for domain in DOMAINS for axes in (domain.data_axes, domain.model_axes)),
     *(("pp", "dp", "cp"), ("pp", "dp", "cp", "tp")),
 )
 """The axes along which a mesh has groups."""
@@ -58,7 +58,7 @@ class Mesh:
             ranks = layout.group_of(rank, *axes)
             self._groups[axes] = Group(ranks, ranks.index(rank), groups.get(ranks))
         self.tp, self.cp, self.dp, self.pp = (self._groups[axis,] for axis in ("tp", "cp", "dp", "pp"))
-        self.dp_cp, self.model = self.along(DENSE.data), self.along(DENSE.replica)
+        self.dp_cp, self.model = self.along(DENSE.data_axes), self.along(DENSE.model_axes)
         self.all_but_tp = self.along(("pp", "dp", "cp"))
         self.world = self.along(("pp", "dp", "cp", "tp"))
 
@@ -99,7 +99,7 @@ class Mesh:
         for domain in DOMAINS:
             # NCCL makes a group's communicator at its first operation, in which all its ranks must take part; of a
             # replica a few ranks alone exchange tensors later (`collectives.sum_over_ranks`).
-            replica = mesh.along(domain.replica).process_group
+            replica = mesh.along(domain.model_axes).process_group
             if replica is not None:
                 dist.all_reduce(torch.zeros(1, device=device), group=replica)
         return mesh

@@ -67,6 +67,11 @@ class Treatment:
     decays: bool = True
     lr_group: str = "default"
 
+    @property
+    def order(self) -> tuple[bool, str]:
+        """Parameters lie in a bucket in this order: equal where nothing differs."""
+        return not self.decays, self.lr_group
+
 
 NO_DECAY = Treatment(decays=False)
 DECOUPLED = Treatment(lr_group="decoupled")
@@ -96,17 +101,20 @@ class Place(NamedTuple):
 
     @property
     def tp(self) -> int:
-        return self.layout.size(self.domain.tensor)
+        return self.layout.size(self.domain.tensor_axis)
 
     @property
     def tp_rank(self) -> int:
-        return self.layout.coordinates(self.rank)[self.domain.tensor]
+        return self.layout.coordinates(self.rank)[self.domain.tensor_axis]
 
     def holders(self, tp_ranks: Sequence[int]) -> tuple[int, ...]:
         """Ranks of this replica at these tensor-parallel indices, on every stage that holds a copy."""
         stages = self.stages or (self.layout.coordinates(self.rank)["pp"],)
-        at = {rank: self.layout.coordinates(rank) for rank in self.layout.group_of(self.rank, "pp", self.domain.tensor)}
-        return tuple(rank for rank, c in at.items() if c["pp"] in stages and c[self.domain.tensor] in tp_ranks)
+        at = {
+            rank: self.layout.coordinates(rank)
+            for rank in self.layout.group_of(self.rank, "pp", self.domain.tensor_axis)
+        }
+        return tuple(rank for rank, c in at.items() if c["pp"] in stages and c[self.domain.tensor_axis] in tp_ranks)
 
 
 def _box(

@@ -22,7 +22,7 @@ from megalite.distributed.param_spec import Box, ParamSpec, Shape
 class Piece(NamedTuple):
     """Elements `start`, `start + 1`, ... of the parameter `name`'s flattened local tensor, as a 1-D tensor.
 
-    `sharded`: ranks at the same place of other replicas hold other elements; else they hold the same.
+    `sharded`: data ranks hold different elements; else each holds all of these.
     """
 
     name: str
@@ -74,10 +74,10 @@ def _runs(shape: Shape, box: Box) -> Iterator[tuple[int, int]]:
         yield first, first + length
 
 
-def counts(piece: Piece, box: Box, mesh: Mesh) -> bool:
-    """Whether `mesh.rank`, alone in the world, answers for what `piece` has of a box: as its owner, and where all
-    replicas hold the same, as the one in the first replica."""
-    return box.owner == mesh.rank and (piece.sharded or mesh.along(piece.spec.domain.data).rank == 0)
+def is_counted_here(piece: Piece, box: Box, mesh: Mesh) -> bool:
+    """Whether this rank, and no other, counts what `piece` has of a box (in the norm, in dumps): as the box's owner,
+    and where all data ranks hold the same, as the first of them."""
+    return box.owner == mesh.rank and (piece.sharded or mesh.along(piece.spec.domain.data_axes).rank == 0)
 
 
 def whole(name: str, tensor: Tensor, spec: ParamSpec) -> Piece:

@@ -41,7 +41,7 @@ class GenerationCache:
             weight = attention.linear_proj.weight
             self._keys[layer.number], self._values[layer.number] = (
                 torch.empty((tokens, batch, *shape), dtype=weight.dtype, device=weight.device)
-                for shape in attention.cached
+                for shape in attention.cache_shapes
             )
             self._filled[layer.number] = 0
 

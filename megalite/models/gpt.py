@@ -59,8 +59,8 @@ class _Decoder(ShardedModule):
         super().__init__()
         numbers = range(span.first_layer, span.last_layer)
         self.layers = nn.ModuleDict({str(n): TransformerLayer(build, core, n) for n in numbers})
-        self.unit = max(1, build.recompute.units)
-        self.recomputed = len(self.layers) if build.recompute.units else build.recompute.first_layers
+        self.layers_at_once = max(1, build.recompute.layers_at_once)
+        self.recomputed = len(self.layers) if build.recompute.layers_at_once else build.recompute.first_layers
         self.final_layernorm = None
         if span.has_output:
             partial = build.mesh.layout.sequence_parallel
@@ -68,10 +68,10 @@ class _Decoder(ShardedModule):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         layers = list(self.layers.values())
-        for first in range(0, len(layers), self.unit):
+        for first in range(0, len(layers), self.layers_at_once):
 
-            def run(x: Tensor, unit: list[nn.Module] = layers[first : first + self.unit]) -> Tensor:
-                for layer in unit:
+            def run(x: Tensor, group: list[nn.Module] = layers[first : first + self.layers_at_once]) -> Tensor:
+                for layer in group:
                     x = layer(x, tokens)
                 return x
 
@@ -90,20 +90,20 @@ class _Output(ShardedModule):
         spec = vocabulary_spec(build, vocab_size, None)
         self.weight = self.add_parameter("weight", spec, build) if own_weight else None
 
-    def forward(self, hidden: Tensor, tied: Tensor | None, counted: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, tied: Tensor | None, token_indices: Tensor | None = None) -> Tensor:
         """[s, b, h] → [s, b, local columns]; those of vocabulary padding are left out.
 
-        `counted` int64 [n]: only these of the s · b tokens → [n, local columns].
+        `token_indices` int64 [n]: only these of the s · b tokens → [n, local columns].
         """
         weight = tied if self.weight is None else self.weight
         assert weight is not None
         rows = max(0, min(self.vocab_size - self.group.rank * weight.shape[0], weight.shape[0]))
         group: Group | None = self.group
         gather = self.sequence_parallel
-        if counted is not None and gather:  # gathered here, its gradient is summed over the ranks here
+        if token_indices is not None and gather:  # gathered here, its gradient is summed over the ranks here
             hidden, group, gather = gather_sequence(hidden, self.group), None, False
-        if counted is not None:
-            hidden = hidden.flatten(0, 1).index_select(0, counted)
+        if token_indices is not None:
+            hidden = hidden.flatten(0, 1).index_select(0, token_indices)
         return linear(hidden, weight, group, gather=gather, rows=rows, gradients=self.weight_gradients)
 
 
@@ -172,11 +172,13 @@ class GPTStage(ShardedModule):
         assert self.embedding is not None
         return self.embedding.word_embeddings.weight
 
-    def logits(self, hidden: Tensor, counted: Tensor | None = None) -> Tensor:
-        """[s, b, h] of the last stage → [s, b, local columns]; those of vocabulary padding are left out. `counted`
-        int64 [n]: only of these of the s · b tokens, [n, local columns]."""
+    def logits(self, hidden: Tensor, token_indices: Tensor | None = None) -> Tensor:
+        """[s, b, h] of the last stage → [s, b, local columns]; those of vocabulary padding are left out.
+
+        `token_indices` int64 [n]: only of these of the s · b tokens, [n, local columns].
+        """
         assert self.output_layer is not None
-        logits: Tensor = self.output_layer(hidden, self.output_weight, counted)
+        logits: Tensor = self.output_layer(hidden, self.output_weight, token_indices)
         return logits
 
     def units(self, chunk: int) -> Iterator[Unit]:
@@ -192,34 +194,34 @@ class GPTStage(ShardedModule):
                 yield Unit(module, chunk, members, then, backward_reads=module is not first)
 
     def token_losses(
-        self, hidden: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, counted: Tensor | None = None
+        self, hidden: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, token_indices: Tensor | None = None
     ) -> Tensor:
         """Cross-entropy in nats of every token, wide [s, b], for `labels` [b, s]: the next tokens, or classes.
 
-        `counted` int64 [n]: only of these of the s · b tokens, wide [n]; the output layer then computes no others.
-        Virtual tokens have none.
+        `token_indices` int64 [n]: only of these of the s · b tokens, wide [n]; the output layer then computes no
+        others. Virtual tokens have none.
         """
         virtual = self.sequence_length(0)  # dropped last: with sequence parallelism no rank's part has them all
-        if counted is not None:
-            counted = counted + virtual * labels.shape[0]
+        if token_indices is not None:
+            token_indices = token_indices + virtual * labels.shape[0]
         if virtual:
             labels = F.pad(labels, (virtual, 0))
-        losses = self._losses(hidden, labels.t(), counted, label_smoothing)
-        return losses[virtual:] if virtual and counted is None else losses
+        losses = self._losses(hidden, labels.t(), token_indices, label_smoothing)
+        return losses[virtual:] if virtual and token_indices is None else losses
 
     def decisions(self, hidden: Tensor) -> Tensor:
         """A classifier's decision at every token, int64 [s, b]."""
         assert self.classifier is not None
         return self.classifier.decisions(hidden)[self.sequence_length(0) :]
 
-    def _losses(self, hidden: Tensor, labels: Tensor, counted: Tensor | None, label_smoothing: float) -> Tensor:
+    def _losses(self, hidden: Tensor, labels: Tensor, token_indices: Tensor | None, label_smoothing: float) -> Tensor:
         """Of `labels` [s, b]: [s, b], or [n] of those counted."""
         if self.classifier is not None:  # small enough to score all
             losses = self.classifier.losses(hidden, labels, label_smoothing=label_smoothing)
-            return losses if counted is None else losses.flatten()[counted]
+            return losses if token_indices is None else losses.flatten()[token_indices]
         return vocabulary_parallel_cross_entropy(
-            self.logits(hidden, counted),
-            labels if counted is None else labels.flatten()[counted],
+            self.logits(hidden, token_indices),
+            labels if token_indices is None else labels.flatten()[token_indices],
             first_column=self.group.rank * self.output_weight.shape[0],
             vocab_size=self.vocab_size,
             group=self.group,
@@ -233,6 +235,6 @@ def units_of(stages: Sequence[GPTStage]) -> list[Unit]:
     return [unit for chunk, stage in enumerate(stages) for unit in stage.units(chunk)]
 
 
-def plain_info(ids: Tensor) -> Tokens:
+def plain_tokens(ids: Tensor) -> Tokens:
     """What a forward knows of `ids` [b, s] where each row is one document from position 0, in evaluation."""
     return Tokens.whole(torch.arange(ids.shape[1], device=ids.device)[None])

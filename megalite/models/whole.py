@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megalite.config.schema import RunConfig
 from megalite.distributed.mesh import Mesh
-from megalite.models.gpt import GPTStage, plain_info
+from megalite.models.gpt import GPTStage, plain_tokens
 from megalite.models.stages import whole_model
 from megalite.nn.attention_backend import choose_backend
 from megalite.nn.module import Build
@@ -33,7 +33,7 @@ def outputs(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -
     """
     assert isinstance(model, GPTStage)
     head = model.logits if model.classifier is None else model.classifier
-    info = plain_info(tokens)
+    info = plain_tokens(tokens)
     if positions is not None:
         info = replace(info, positions=positions[None])
     result: Tensor = head(model(tokens, info))

@@ -23,12 +23,12 @@ from megalite.nn.tokens import Tokens
 class SelfAttention(ShardedModule):
     """Projection to heads, attention, projection back. `prefix`: puts keys and values before those of the tokens.
 
-    A subclass makes `linear_proj`, from all heads' values to the hidden size, and sets `cached`: the shapes [groups,
-    width] of a token's keys and values on this rank.
+    A subclass makes `linear_proj`, from all heads' values to the hidden size, and sets `cache_shapes`: [groups, width]
+    of a token's keys and of its values on this rank.
     """
 
     linear_proj: RowParallelLinear
-    cached: tuple[tuple[int, int], tuple[int, int]]
+    cache_shapes: tuple[tuple[int, int], tuple[int, int]]
 
     def __init__(self, build: Build, core: CoreAttention, layer: int):
         super().__init__()
@@ -65,10 +65,10 @@ class GroupedQueryAttention(SelfAttention):
         queries = heads // groups
         self.interleaved = config.rotary_interleaved
         local_groups = max(1, groups // place.tp)
-        self.queries = heads // place.tp // local_groups  # of a group on this rank
-        self.cached = (local_groups, width), (local_groups, width)
+        self.local_queries = heads // place.tp // local_groups  # of a group on this rank
+        self.cache_shapes = (local_groups, width), (local_groups, width)
         shape = (groups, queries + 2, width, config.hidden_size)
-        self.local_shape = (local_groups, self.queries + 2, width)
+        self.local_shape = (local_groups, self.local_queries + 2, width)
         bias_boxes = None
         if config.add_bias_linear or config.add_qkv_bias:
             bias_boxes = grouped_qkv(groups, queries, (width,), place)
@@ -90,8 +90,8 @@ class GroupedQueryAttention(SelfAttention):
 
     def project(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         fused = self.linear_qkv(x, tokens).unflatten(-1, self.local_shape)
-        q = fused[..., : self.queries, :].flatten(2, 3)
-        k, v = fused[..., self.queries, :], fused[..., self.queries + 1, :]
+        q = fused[..., : self.local_queries, :].flatten(2, 3)
+        k, v = fused[..., self.local_queries, :], fused[..., self.local_queries + 1, :]
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if tokens.rotary is not None:

@@ -27,6 +27,7 @@ from megalite.nn.tokens import Tokens, cumulative_lengths, visibility
 from megalite.precision.policy import Precision
 
 _TRIED_TOKENS = 128
+_PLACE_BITS = 20  # of a token in the index of a dropped weight: from 2^20 tokens on, numbers would be used again
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,8 @@ class UnfusedAttention(CoreAttention):
             sample = random.fold(tokens.dropout_keys, layer, "attention").view(-1, 1, 1, 1, 1)
             head = (self.first_head + torch.arange(heads, device=q.device)).view(groups, -1, 1, 1)
             query, key = tokens.queries.index[:, None], (tokens.keys or tokens.queries).index
-            weights = dropout(weights, self.drop, sample, (head << 40) + (query << 20) + key)
+            index = (head << 2 * _PLACE_BITS) + (query << _PLACE_BITS) + key
+            weights = dropout(weights, self.drop, sample, index)
         out = (weights @ v.unsqueeze(2)).reshape(batch, heads, length, -1)
         return out.permute(2, 0, 1, 3).flatten(2)
 

@@ -34,7 +34,7 @@ def _whole(part: Tensor, group: Group | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _How:
+class _LinearOptions:
     """How a layer computes its output. `rows`: only the first so many outputs. `group`: ranks over which the input's
     gradient is summed. `gather`: ranks whose inputs are put together first. `scatter`: ranks whose outputs are summed,
     of which each keeps its part of the sequence."""
@@ -78,7 +78,7 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, onto: Tensor | None, how: _How) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, onto: Tensor | None, how: _LinearOptions) -> Tensor:
         # A frozen weight needs no input kept for its gradient.
         ctx.save_for_backward(weight, *([x] if ctx.needs_input_grad[1] else []))
         ctx.how, ctx.inputs = how, x.shape[-1]
@@ -136,7 +136,7 @@ def linear(
     assert not (scatter and (gather or onto is not None))
     if group is not None and group.size == 1:
         group = None
-    how = _How(
+    how = _LinearOptions(
         products or Products(),
         rows,
         group=None if gather or scatter else group,

@@ -22,11 +22,11 @@ from megalite.config.schema import TrainingConfig
 class Recompute:
     """What is recomputed.
 
-    `units`: whole layers, in groups of so many (uniform). `first_layers`: whole layers, this many at the start of each
-    stage (block). `modules`: parts of every layer (selective): core_attn, mlp, layernorm.
+    `layers_at_once`: whole layers, in groups of so many (uniform). `first_layers`: whole layers, this many at the start
+    of each stage (block). `modules`: parts of every layer (selective): core_attn, mlp, layernorm.
     """
 
-    units: int = 0
+    layers_at_once: int = 0
     first_layers: int = 0
     modules: frozenset[str] = frozenset()
 
@@ -37,7 +37,7 @@ class Recompute:
             return cls(modules=frozenset(config.recompute_modules or ["core_attn"]))
         if config.recompute_granularity == "full":
             count = config.recompute_num_layers or 1
-            return cls(units=count) if config.recompute_method == "uniform" else cls(first_layers=count)
+            return cls(layers_at_once=count) if config.recompute_method == "uniform" else cls(first_layers=count)
         return cls()
 
     def run(self, module: str, function: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -73,11 +73,11 @@ class Bucket:
     ):
         self.number, self.chunk, self.first_unit = number, chunk, first_unit
         self.domain = members[0][2].domain
-        self.group = mesh.along(self.domain.data)
+        self.group = mesh.along(self.domain.data_axes)
         self.sharding = sharding = sharding.over(self.group.size)
         self.slots: list[Slot] = []
         end = 0
-        treated_alike = sorted(members, key=lambda m: (not m[2].treatment.decays, m[2].treatment.lr_group))
+        treated_alike = sorted(members, key=lambda member: member[2].treatment.order)
         for name, parameter, spec in treated_alike:  # a stable sort
             slot = Slot(name, parameter, spec, _round_up(end, alignment_of(spec)))
             self.slots.append(slot)

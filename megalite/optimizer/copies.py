@@ -25,7 +25,7 @@ class CopySums:
     """The partial copies in a domain's buckets, as views of their held gradients, by the ranks that share them."""
 
     def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, domain: Domain):
-        self.mesh, self.replica = mesh, mesh.along(domain.replica)
+        self.mesh, self.replica = mesh, mesh.along(domain.model_axes)
         found: dict[Ranks, list[tuple[str, tuple[int, ...], Tensor]]] = {}
         for piece in (piece for bucket in buckets for piece in bucket.pieces(bucket.held_grads)):
             for box, start, view in piece.held() if piece.spec.domain == domain else ():

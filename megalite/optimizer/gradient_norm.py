@@ -17,14 +17,14 @@ from torch import Tensor
 from megalite.distributed.collectives import all_gather_objects, all_reduce
 from megalite.distributed.layout import DOMAINS
 from megalite.distributed.mesh import Mesh
-from megalite.distributed.pieces import Piece, counts
+from megalite.distributed.pieces import Piece, is_counted_here
 from megalite.optimizer.buckets import ROW, Bucket, alignment_of
 
 
 def global_names(buckets: Iterable[Bucket], mesh: Mesh) -> list[str]:
     """Names of all logical parameters of the model, sorted, equal on all ranks. Collective over each replica."""
     mine = [slot.name for bucket in buckets for slot in bucket.slots]
-    replicas = [mesh.along(domain.replica) for domain in DOMAINS]
+    replicas = [mesh.along(domain.model_axes) for domain in DOMAINS]
     return sorted({name for replica in replicas for names in all_gather_objects(mine, replica) for name in names})
 
 
@@ -41,7 +41,7 @@ class OwnedViews:
         # Backwards: the update, which begins at the front, then finds there what was read last in the cache.
         for piece in reversed(list(pieces)):
             for box, run, start in piece.runs():
-                if counts(piece, box, mesh):
+                if is_counted_here(piece, box, mesh):
                     self.views.append(run)
                     whole_rows, others = _split(run, start, piece)
                     self._rows += whole_rows

@@ -19,7 +19,7 @@ from megalite.config.schema import ModelConfig
 from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.collectives import gather_tensors
 from megalite.distributed.mesh import Group, Mesh
-from megalite.distributed.pieces import Piece, counts, whole
+from megalite.distributed.pieces import Piece, is_counted_here, whole
 from megalite.estimate.model import AdapterWork
 from megalite.models.gpt import GPTStage
 from megalite.nn.module import named_specs
@@ -133,7 +133,7 @@ def gather(pieces: Iterable[Piece], mesh: Mesh) -> dict[str, Tensor]:
         ((piece.name, piece.spec.shape, start), view.detach())
         for piece in pieces
         for box, start, view in piece.held()
-        if counts(piece, box, mesh)
+        if is_counted_here(piece, box, mesh)
     ]
     result: dict[str, Tensor] = {}
     for (name, shape, start), part in gather_tensors(mine, mesh.world, mesh.device):

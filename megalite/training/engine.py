@@ -12,7 +12,7 @@ from megalite.data.microbatch import Microbatch
 from megalite.models.gpt import GPTStage
 from megalite.pipeline.runtime import PipelineRuntime, Recorder
 from megalite.pipeline.transport import ProcessGroupTransport
-from megalite.training.executor import GPTExecutor, Plan
+from megalite.training.executor import GPTExecutor, LoweredSchedules
 from megalite.training.model import TrainedModel
 from megalite.training.objective import TokenLoss
 
@@ -26,7 +26,7 @@ class Engine:
     def __init__(self, model: TrainedModel, objective: TokenLoss, recorder: Recorder | None = None):
         config, mesh = model.config, model.mesh
         self.executor = GPTExecutor(model.stages, mesh, objective, optimizer=model.optimizer)
-        self.plan = Plan(config, mesh.pp.rank)
+        self.schedules = LoweredSchedules(config, mesh.pp.rank)
         transport = None
         if mesh.pp.size > 1:
             timeout = timedelta(minutes=config.layout.distributed_timeout_minutes)
@@ -40,12 +40,12 @@ class Engine:
         """Gradients of the summed losses times `scale`, into the buffers; that sum, float64, on the device: zero on
         ranks of other stages than the last."""
         self.executor.begin(microbatches, scale=scale, dropout_key=dropout_key)
-        self._training.run(self.plan.training(len(microbatches)))
+        self._training.run(self.schedules.training(len(microbatches)))
         return self.executor.loss_sum
 
     def evaluate(self, microbatches: list[Microbatch], on_output: OnOutput | None = None) -> Tensor:
         """The summed losses as above, of forwards alone."""
         self.executor.on_evaluated = on_output
         self.executor.begin(microbatches)
-        self._evaluation.run(self.plan.evaluation(len(microbatches)))
+        self._evaluation.run(self.schedules.evaluation(len(microbatches)))
         return self.executor.loss_sum

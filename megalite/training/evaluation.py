@@ -76,16 +76,16 @@ class Evaluator:
     def run(self, split: str) -> tuple[float, dict[str, float]]:
         """Mean loss in nats over the split's unmasked tokens, NaN where there are none; and of a classifier its scores.
         Collective (world)."""
-        chosen, count = self.data(split), None
+        microbatches, on_output = self.data(split), None
         if self.decisions is not None:
             self.decisions.clear()
-            count = self.decisions.add
+            on_output = self.decisions.add
         # losses and tokens; float64 so that the sum doesn't depend on how the ranks share the samples
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         validation, begun, done = self.config.validation, time.monotonic(), 0
         reported = begun
-        while batches := list(itertools.islice(chosen, self.config.microbatches_per_step(self.mesh.dp.size))):
-            sums[0] += self.engine.evaluate(batches, count)
+        while batches := list(itertools.islice(microbatches, self.config.microbatches_per_step(self.mesh.dp.size))):
+            sums[0] += self.engine.evaluate(batches, on_output)
             if self.mesh.pp.rank == self.mesh.pp.size - 1:  # where the losses are
                 sums[1] += self.mesh.upload(self.engine.executor.objective.normaliser(batches))
             done += 1
@@ -145,19 +145,19 @@ class Continuations:
             found.append(self._local(stage, hidden, batch))
 
         self.engine.evaluate([self._padded(texts)], choose)
-        chosen = None
+        following = None
         if found:  # on ranks of the last stage
             shares = all_gather_objects(found[0], self.mesh.tp)
-            chosen = [max(row, key=lambda share: share[0])[1] for row in zip(*shares, strict=True)]
-        ids: list[int] = all_gather_objects(chosen, self.mesh.pp)[-1]
+            following = [max(row, key=lambda share: share[0])[1] for row in zip(*shares, strict=True)]
+        ids: list[int] = all_gather_objects(following, self.mesh.pp)[-1]
         return ids
 
     def _local(self, stage: GPTStage, hidden: Tensor, batch: Microbatch) -> list[tuple[float, int]]:
         """Largest logit and its id after each text, among the columns of this tensor-parallel rank."""
         rows, places = batch.loss_mask.nonzero(as_tuple=True)
-        counted = (places + stage.sequence_length(0)) * len(rows) + rows
+        indices = (places + stage.sequence_length(0)) * len(rows) + rows
         first = stage.group.rank * stage.output_weight.shape[0]
-        logits = stage.logits(hidden, counted)[:, : max(0, self.tokenizer.vocab_size - first)]
+        logits = stage.logits(hidden, indices)[:, : max(0, self.tokenizer.vocab_size - first)]
         if not logits.shape[1]:
             return [(-float("inf"), 0)] * len(rows)
         values, columns = logits.max(dim=1)
@@ -165,7 +165,7 @@ class Continuations:
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> Microbatch:
         """The texts as rows; attention is causal, so no text sees its padding. The loss counts their last places."""
-        multiple = self.mesh.tp.size if self.mesh.layout.sequence_parallel else 1
+        multiple = self.mesh.layout.sequence_multiple
         width = -(-max(map(len, texts)) // multiple) * multiple
         tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
         mask = torch.zeros(tokens.shape, dtype=torch.bool)

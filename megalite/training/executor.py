@@ -27,7 +27,7 @@ from megalite.pipeline.schedules import Action, build_schedule, forward_only
 from megalite.training.objective import TokenLoss
 
 
-class Plan:
+class LoweredSchedules:
     """Lowered schedules of one pipeline rank, made once for each number of microbatches."""
 
     def __init__(self, config: RunConfig, rank: int):
@@ -123,9 +123,7 @@ class GPTExecutor:
     def expected_inputs(self, chunk: int, microbatch: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what a chunk's forward gets from the previous stage."""
         batch, tokens = self._microbatches[microbatch].tokens.shape
-        length = self.stages[chunk].sequence_length(tokens)
-        if self.mesh.layout.sequence_parallel:
-            length //= self.mesh.tp.size
+        length = self.stages[chunk].sequence_length(tokens) // self.mesh.layout.sequence_multiple
         hidden = self.stages[chunk].config.hidden_size
         return {HIDDEN: ((length, batch, hidden), self.stages[chunk].compute)}
 
@@ -156,9 +154,9 @@ class GPTExecutor:
             return []
         if self.on_evaluated is not None and not self._training:
             self.on_evaluated(stage, hidden, batch)
-        chosen = self.objective.chosen(host)
-        chosen = None if chosen is None else self.mesh.upload(chosen)
-        return [self.objective.loss(stage, hidden, batch, chosen, training=self._training)]
+        indices = self.objective.token_indices(host)
+        indices = None if indices is None else self.mesh.upload(indices)
+        return [self.objective.loss(stage, hidden, batch, indices, training=self._training)]
 
     def backward(self, chunk: int, microbatch: int, output_grads: Tensors | None = None) -> Tensors | None:
         """Accumulate the gradients of a chunk's parameters; return those of its inputs."""

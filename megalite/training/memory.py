@@ -128,7 +128,7 @@ def _predicted(trainer: Trainer) -> list[int]:
     """By the formulas, for this rank."""
     model, mesh, precision = trainer.model, trainer.mesh, trainer.model.precision
     count = model.config.microbatches_per_step(mesh.dp.size)
-    memory = predicted_memory(model.config, model.stages, trainer.engine.plan.training(count), mesh)
+    memory = predicted_memory(model.config, model.stages, trainer.engine.schedules.training(count), mesh)
     sharding = trainer.optimizer.sharding
     sent = data_parallel_bytes(
         parameters=memory.local_parameters,

@@ -29,17 +29,17 @@ class TokenLoss:
         """What these microbatches, on the host, add to the number that the summed loss is divided by: int64 []."""
         return torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
 
-    def chosen(self, batch: Microbatch) -> Tensor | None:
+    def token_indices(self, batch: Microbatch) -> Tensor | None:
         """Which of the s · b tokens of a microbatch on the host the output layer is to compute, int64 [n]: those
         counted, where that leaves out enough for it to gain; else None. On the host nothing waits for the device."""
         counted = batch.loss_mask.t().flatten().nonzero().flatten()
         return counted if 0 < len(counted) <= _WORTH * batch.loss_mask.numel() else None
 
     def loss(
-        self, stage: GPTStage, hidden: Tensor, batch: Microbatch, chosen: Tensor | None, *, training: bool
+        self, stage: GPTStage, hidden: Tensor, batch: Microbatch, token_indices: Tensor | None, *, training: bool
     ) -> Tensor:
         """What a microbatch adds to the summed loss, wide []: from the last stage's `hidden` [s, b, h]. `batch` and
-        `chosen` are on its device."""
+        `token_indices` are on its device."""
         smoothing = self.label_smoothing if training else 0.0
-        losses = stage.token_losses(hidden, batch.labels, label_smoothing=smoothing, counted=chosen)
-        return (losses if chosen is not None else losses.where(batch.loss_mask.t(), 0.0)).sum()
+        losses = stage.token_losses(hidden, batch.labels, label_smoothing=smoothing, token_indices=token_indices)
+        return (losses if token_indices is not None else losses.where(batch.loss_mask.t(), 0.0)).sum()

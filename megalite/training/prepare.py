@@ -30,7 +30,7 @@ from megalite.peft.files import base_note
 from megalite.training import resume
 from megalite.training.base_model import check_base_weights, read_adapter_flags, read_base_model
 from megalite.training.evaluation import Prompts
-from megalite.training.executor import Plan
+from megalite.training.executor import LoweredSchedules
 from megalite.training.metrics import check_sinks
 from megalite.training.report import check_memory, memory_by_stage
 from megalite.training.task import TASKS, Task
@@ -194,7 +194,7 @@ def _length_problems(config: RunConfig) -> list[str]:
 
 def _schedule_problems(config: RunConfig, world_size: int) -> list[str]:
     """What the pipeline schedule can't do with the microbatches of each global batch size of the run."""
-    dp, plan, problems = Layout.from_config(config.layout, world_size).dp, Plan(config, 0), []
+    dp, plan, problems = Layout.from_config(config.layout, world_size).dp, LoweredSchedules(config, 0), []
     for _, size in batch_size_stages(config.training, config.data.seq_length):
         microbatches = size // (config.training.micro_batch_size * dp)
         if microbatches > MOST_MICROBATCHES:

@@ -22,7 +22,7 @@ from megalite.peft.apply import apply_peft, owned_parameters
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.timeline import peak_live
 from megalite.precision.policy import Precision
-from megalite.training.executor import Plan
+from megalite.training.executor import LoweredSchedules
 from megalite.training.model import TrainedModel, build_stages
 from megalite.training.task import TASKS
 
@@ -90,7 +90,7 @@ def memory_by_stage(
     layout, precision = Layout.from_config(config.layout, world_size), Precision.from_config(config.precision)
     # How many classes there are the data may have to tell; a head is small.
     classes = None if TASKS[config.finetune.task].of_tokens else len(config.finetune.class_names or [""])
-    estimates, actions = [], Plan(config, 0).training_of_all(config.microbatches_per_step(layout.dp))
+    estimates, actions = [], LoweredSchedules(config, 0).training_of_all(config.microbatches_per_step(layout.dp))
     for rank in range(layout.pp):
         mesh = Mesh(layout, layout.rank_at(pp=rank), torch.device("meta"), {})
         stages = build_stages(config, mesh, precision, vocab_size, backend, classes)

@@ -255,6 +255,4 @@ class Feed:
     @property
     def _trim_multiple(self) -> int | None:
         """What the length of a batch that is cut to its longest sample must be a multiple of; None: none is cut."""
-        if not self.task.short_samples:
-            return None
-        return self.mesh.tp.size if self.mesh.layout.sequence_parallel else 1
+        return self.mesh.layout.sequence_multiple if self.task.short_samples else None

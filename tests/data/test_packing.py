@@ -12,7 +12,7 @@ from megalite.data.document_mask import Item
 from megalite.data.microbatch import Microbatch, stack_items
 from megalite.data.packing import RowDataset, Rows, SequenceBuilder, TokenSequences, trim
 from megalite.distributed.mesh import single_process_mesh
-from megalite.models.gpt import GPTStage, plain_info
+from megalite.models.gpt import GPTStage, plain_tokens
 from megalite.nn.tokens import Tokens
 from tests.helpers import FP64, LLAMA, VOCABULARY, tiny_model
 
@@ -50,7 +50,7 @@ def alone(model: GPTStage, data: TokenSequences, number: int) -> tuple[float, in
     begin, end = data.begins[number : number + 2]
     tokens = torch.from_numpy(data.tokens[begin:end].astype(np.int64))[None]
     with torch.no_grad():
-        logits = model.logits(model(tokens[:, :-1], plain_info(tokens[:, :-1])))[:, 0]
+        logits = model.logits(model(tokens[:, :-1], plain_tokens(tokens[:, :-1])))[:, 0]
     losses = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
     counted = torch.from_numpy(data.counted[begin + 1 : end].copy())
     return losses[counted].sum().item(), int(counted.sum())

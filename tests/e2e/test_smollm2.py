@@ -22,7 +22,7 @@ from torch import Tensor
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pool import ProcessPool
-from megalite.models.gpt import plain_info
+from megalite.models.gpt import plain_tokens
 from tests.e2e.runs import ROOT
 from tests.peft.interop import stages_of
 
@@ -75,7 +75,7 @@ def local_logits(mesh: Mesh, folder: str, texts: list[Tensor]) -> list[Tensor] |
         if mesh.pp.rank:
             x = torch.empty(tokens.shape[1], 1, stage.config.hidden_size or 0)
             dist.recv(x, group=mesh.pp.process_group, group_src=mesh.pp.rank - 1)
-        x = stage(x, plain_info(tokens))
+        x = stage(x, plain_tokens(tokens))
         if mesh.pp.rank < mesh.pp.size - 1:
             dist.send(x.contiguous(), group=mesh.pp.process_group, group_dst=mesh.pp.rank + 1)
         else:

@@ -19,7 +19,7 @@ from megalite.nn.module import Build, initialize, specs_of
 from megalite.nn.recompute import Recompute
 from megalite.pipeline.lowering import COMMUNICATION
 from megalite.pipeline.schedules import BACKWARD_WEIGHT, FORWARD
-from megalite.training.executor import HIDDEN, GPTExecutor, Plan
+from megalite.training.executor import HIDDEN, GPTExecutor, LoweredSchedules
 from megalite.training.memory import PeakMemory
 from megalite.training.objective import TokenLoss
 from megalite.training.report import predicted_memory
@@ -49,7 +49,7 @@ def step_of(config: RunConfig, rank: int) -> tuple[int, int]:
         initialize(stage, 1)
     for _, parameter, _ in specs_of(stages):
         parameter.gradient_sink = FixedSink(torch.zeros_like(parameter))
-    executor, plan = GPTExecutor(stages, mesh, TokenLoss()), Plan(config, rank)
+    executor, plan = GPTExecutor(stages, mesh, TokenLoss()), LoweredSchedules(config, rank)
     text = tiny_tokens(2, LENGTH)
     batch = Microbatch(
         text[:, :-1], text[:, 1:], torch.ones(2, LENGTH, dtype=torch.bool), torch.arange(LENGTH)[None].expand(2, -1),

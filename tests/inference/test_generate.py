@@ -15,7 +15,7 @@ from megalite.distributed.mesh import single_process_mesh
 from megalite.inference import generate as room
 from megalite.inference.generate import GenerationCache, PaddedBatch, stream
 from megalite.inference.options import GenerationOptions
-from megalite.models.gpt import GPTStage, plain_info
+from megalite.models.gpt import GPTStage, plain_tokens
 from megalite.peft.apply import apply_peft
 from tests.helpers import BF16, FP32, FP64, LLAMA, VOCABULARY, tiny_model
 from tests.inference.checkpoints import generate
@@ -55,7 +55,7 @@ def build(**overrides: Any) -> GPTStage:
 def plain_logits(model: GPTStage, tokens: list[int]) -> Tensor:
     """Float64 [vocabulary] after `tokens`, by the path that training takes: no cache, no padding."""
     ids = torch.tensor([tokens])
-    return model.logits(model(ids, plain_info(ids)))[-1, 0]
+    return model.logits(model(ids, plain_tokens(ids)))[-1, 0]
 
 
 def by_recomputing(model: GPTStage, prompt: list[int], choose: Callable[[Tensor, int], Tensor]) -> list[int]:

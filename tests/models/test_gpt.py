@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.distributed import random
 from megalite.distributed.mesh import single_process_mesh
-from megalite.models.gpt import GPTStage, plain_info
+from megalite.models.gpt import GPTStage, plain_tokens
 from megalite.models.stages import StageSpan
 from megalite.nn.module import named_specs
 from megalite.nn.tokens import Tokens
@@ -29,7 +29,7 @@ def logits(
 ) -> Tensor:
     """[b, s, vocabulary]."""
     with torch.no_grad():
-        tokens = plain_info(ids) if positions is None else Tokens.whole(positions)
+        tokens = plain_tokens(ids) if positions is None else Tokens.whole(positions)
         tokens = replace(tokens, queries=replace(tokens.queries, documents=documents))
         return model.logits(model(ids, tokens)).transpose(0, 1)
 
@@ -74,7 +74,7 @@ def test_a_document_with_its_own_positions_is_computed_as_if_it_were_alone(netwo
 @pytest.mark.parametrize("divisor", [1, 128])
 def test_token_losses_are_the_cross_entropy_of_the_logits_without_padding(divisor: int, smoothing: float) -> None:
     model = tiny_model(MESH, FP64, make_vocab_size_divisible_by=divisor)
-    hidden = model(TOKENS, plain_info(TOKENS))
+    hidden = model(TOKENS, plain_tokens(TOKENS))
     ours = model.token_losses(hidden, LABELS, label_smoothing=smoothing)
     assert ours.shape == (32, 3)
     flat = logits(model).reshape(-1, VOCABULARY)
@@ -90,7 +90,7 @@ def test_a_tied_table_is_one_parameter_with_the_gradient_of_both_uses() -> None:
     with torch.no_grad():
         untied.output_weight.copy_(tied.output_weight)
     for model in (tied, untied):
-        model.token_losses(model(TOKENS, plain_info(TOKENS)), LABELS).mean().backward()
+        model.token_losses(model(TOKENS, plain_tokens(TOKENS)), LABELS).mean().backward()
     assert untied.embedding is not None
     assert tied.output_weight.grad is not None
     summed = untied.output_weight.grad + untied.embedding.word_embeddings.weight.grad
@@ -98,7 +98,7 @@ def test_a_tied_table_is_one_parameter_with_the_gradient_of_both_uses() -> None:
 
 
 def dropped(keys: Tensor, tokens: Tensor) -> Tokens:
-    return replace(plain_info(tokens), dropout_keys=keys)
+    return replace(plain_tokens(tokens), dropout_keys=keys)
 
 
 def test_a_samples_dropout_is_the_same_wherever_it_is_in_the_batch() -> None:
@@ -111,7 +111,7 @@ def test_a_samples_dropout_is_the_same_wherever_it_is_in_the_batch() -> None:
     assert torch.allclose(part, whole[:, order], atol=1e-12)
     other = model(TOKENS, dropped(random.fold(1235, "dropout", torch.arange(3)), TOKENS))
     assert not torch.allclose(other, whole, atol=1e-2)
-    evaluation = model(TOKENS, plain_info(TOKENS))
+    evaluation = model(TOKENS, plain_tokens(TOKENS))
     assert not torch.allclose(evaluation, whole, atol=1e-2)
 
 
@@ -123,7 +123,7 @@ def test_stages_one_after_the_other_are_the_whole_model(tied: bool) -> None:
     stages = (0, 2) if tied else None
     spans = [StageSpan(0, 1, True, False, stages), StageSpan(1, 2, False, False), StageSpan(2, 3, False, True, stages)]
     parts = [tiny_model(MESH, FP64, span=span, **overrides) for span in spans]
-    info = plain_info(TOKENS)
+    info = plain_tokens(TOKENS)
     x = TOKENS
     for part in parts:
         x = part(x, info)

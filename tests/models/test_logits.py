@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalite.checkpoint.huggingface.config import parse_config
 from megalite.distributed.mesh import single_process_mesh
-from megalite.models.gpt import GPTStage, plain_info
+from megalite.models.gpt import GPTStage, plain_tokens
 from megalite.precision.policy import Precision
 from tests.helpers import FP32, FP64, LLAMA, tiny_model, tiny_tokens
 from tests.models import hf_models
@@ -23,7 +23,7 @@ TOLERANCE = {"fp32": 2e-5, "fp64": 1e-10}
 
 def our_logits(model: GPTStage, tokens: Tensor = TOKENS) -> Tensor:
     with torch.no_grad():
-        return model.logits(model(tokens, plain_info(tokens))).transpose(0, 1)
+        return model.logits(model(tokens, plain_tokens(tokens))).transpose(0, 1)
 
 
 def their_logits(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:

@@ -15,7 +15,7 @@ from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.param_spec import ParamSpec
 from megalite.distributed.pool import ProcessPool
-from megalite.models.gpt import plain_info, units_of
+from megalite.models.gpt import plain_tokens, units_of
 from megalite.nn.module import named_specs
 from megalite.optimizer.optimizer import Optimizer
 from tests.helpers import FP64, LLAMA, assemble_gradients, tiny_model, tiny_tokens
@@ -55,7 +55,7 @@ def loss_and_gradients(mesh: Mesh, overrides: dict[str, Any], main_grads: bool) 
         Optimizer(units_of([model]), mesh, FP64, OptimizerConfig()).begin_step(1)
     text = tiny_tokens(3, 24)
     tokens, labels = text[:, :-1], text[:, 1:]
-    info = replace(plain_info(tokens), dropout_keys=random.fold(7, torch.arange(3)))
+    info = replace(plain_tokens(tokens), dropout_keys=random.fold(7, torch.arange(3)))
     loss = model.token_losses(model(tokens, info), labels, label_smoothing=0.1).mean()
     loss.backward()
     gradients: Gradients = {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.models.gpt import GPTStage, plain_info
+from megalite.models.gpt import GPTStage, plain_tokens
 from megalite.models.stages import whole_model
 from megalite.nn.module import initialize, named_specs
 from megalite.nn.recompute import Recompute
@@ -25,7 +25,7 @@ def _step(recompute: Recompute, **overrides: object) -> tuple[Tensor, dict[str, 
     model = GPTStage(build, VOCABULARY, whole_model(4), UNFUSED)
     initialize(model, 1)
     tokens = tiny_tokens(2, 16)
-    info = dataclasses.replace(plain_info(tokens[:, :-1]), dropout_keys=torch.tensor([5, 6]))
+    info = dataclasses.replace(plain_tokens(tokens[:, :-1]), dropout_keys=torch.tensor([5, 6]))
     loss = model.token_losses(model(tokens[:, :-1], info), tokens[:, 1:]).sum()
     loss.backward()
     return loss.detach(), {name: parameter.grad for name, parameter, _ in named_specs(model)}
@@ -35,8 +35,8 @@ def _step(recompute: Recompute, **overrides: object) -> tuple[Tensor, dict[str, 
 @pytest.mark.parametrize(
     "recompute",
     [
-        Recompute(units=1),
-        Recompute(units=3),
+        Recompute(layers_at_once=1),
+        Recompute(layers_at_once=3),
         Recompute(first_layers=2),
         Recompute(modules=frozenset({"core_attn"})),
         Recompute(modules=frozenset({"layernorm"})),
@@ -61,7 +61,7 @@ def _kept(**network: object) -> Callable[..., int]:
         model = GPTStage(build, VOCABULARY, whole_model(4), UNFUSED)
         initialize(model, 1)
         with PeakMemory(torch.device("cpu")) as memory:
-            result = model(tokens[:, :-1], plain_info(tokens[:, :-1]))
+            result = model(tokens[:, :-1], plain_tokens(tokens[:, :-1]))
             assert result.requires_grad
             return memory.live
 
@@ -74,7 +74,7 @@ def _kept(**network: object) -> Callable[..., int]:
 def test_every_recomputed_module_keeps_less_by_what_it_would_keep(network: dict[str, Any]) -> None:
     kept = _kept(**network)
     plain, tokens, layers, hidden = kept(), 2 * 16, 4, 32
-    assert kept(units=1) < kept(first_layers=2) < plain
+    assert kept(layers_at_once=1) < kept(first_layers=2) < plain
     assert kept("core_attn") < plain
     inner = 48 * 3 if "swiglu" in network else 2 * 128  # what lies between the two linear layers
     told = 16 * 16 + 16 * 8  # what a recomputed module is told of its tokens: their mask and places

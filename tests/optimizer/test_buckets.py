@@ -16,7 +16,7 @@ from megalite.distributed.layout import DENSE, Domain, Layout
 from megalite.distributed.mesh import GROUP_AXES, Mesh, single_process_mesh
 from megalite.distributed.param_spec import ParamSpec, Place, replicated
 from megalite.distributed.pool import ProcessPool
-from megalite.models.gpt import GPTStage, plain_info, units_of
+from megalite.models.gpt import GPTStage, plain_tokens, units_of
 from megalite.models.stages import StageSpan
 from megalite.nn.module import named_specs
 from megalite.optimizer.buckets import ALIGNMENT, Bucket, build_buckets
@@ -103,7 +103,7 @@ def test_every_gradient_arrives_and_adds_up_over_microbatches(tied: bool) -> Non
     for microbatch in range(3):
         text = tiny_tokens(2, 16, seed=microbatch)
         for each in (model, plain):
-            hidden = each(text[:, :-1], plain_info(text[:, :-1]))
+            hidden = each(text[:, :-1], plain_tokens(text[:, :-1]))
             each.token_losses(hidden, text[:, 1:]).mean().backward()
     for (name, ours, _), (_, theirs, _) in zip(named_specs(model), named_specs(plain), strict=True):
         assert ours.grad is None
@@ -134,7 +134,7 @@ def _bucket_numbers_at_their_start(mesh: Mesh, sharded: bool, deferred: bool) ->
             plain.zero_grad()
         model.weight_gradients.deferred = deferred
         for each in (plain, model):
-            each.token_losses(each(text[:, :-1], plain_info(text[:, :-1])), text[:, 1:]).sum().backward()
+            each.token_losses(each(text[:, :-1], plain_tokens(text[:, :-1])), text[:, 1:]).sum().backward()
         meanwhile = len(started)
         for job in model.weight_gradients.take():
             job()
@@ -213,7 +213,7 @@ def test_gradients_are_summed_over_the_ranks_that_hold_the_same_parameters(
             assert torch.allclose(reduced, expected, rtol=1e-14, atol=1e-13)
 
 
-EXPERT = Domain(data=("edp",), replica=("pp", "ep", "etp"), tensor="etp")
+EXPERT = Domain(data_axes=("edp",), model_axes=("pp", "ep", "etp"), tensor_axis="etp")
 
 
 def _step_of_two_domains(mesh: Mesh, how: Sharding) -> tuple[dict[str, float], dict[str, float]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megalite.config.schema import OptimizerConfig
 from megalite.distributed import random
 from megalite.distributed.mesh import Mesh, single_process_mesh
-from megalite.models.gpt import GPTStage, plain_info, units_of
+from megalite.models.gpt import GPTStage, plain_tokens, units_of
 from megalite.nn.module import named_specs
 from megalite.optimizer.optimizer import Optimizer
 from megalite.precision.policy import Precision
@@ -184,7 +184,7 @@ def test_zero_grad_clears_and_padding_never_moves() -> None:
         optimizer.begin_step(1)
         assert all((bucket.held_grads == 0).all() for bucket in optimizer.buckets)
         text = tiny_tokens(2, 16, seed=seed)
-        model.token_losses(model(text[:, :-1], plain_info(text[:, :-1])), text[:, 1:]).mean().backward()
+        model.token_losses(model(text[:, :-1], plain_tokens(text[:, :-1])), text[:, 1:]).mean().backward()
         take_step(optimizer, STEPS[0])
     assert (model.output_weight[131:] == 0).all()
 
@@ -216,7 +216,7 @@ def test_a_training_step_on_cuda_equals_one_on_the_cpu(dropout: float) -> None:
             optimizer = optimizer_of(model, FP32, mesh)
             text = tiny_tokens(4, 32).to(device)
             keys = random.fold(7, torch.arange(4)).to(device)
-            info = replace(plain_info(text[:, :-1]), dropout_keys=keys)
+            info = replace(plain_tokens(text[:, :-1]), dropout_keys=keys)
             loss = model.token_losses(model(text[:, :-1], info), text[:, 1:]).mean()
             loss.backward()
             norm = take_step(optimizer, STEPS[0])

@@ -16,7 +16,7 @@ from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.param_spec import Init
 from megalite.distributed.pieces import Piece, whole
-from megalite.models.gpt import GPTStage, plain_info
+from megalite.models.gpt import GPTStage, plain_tokens
 from megalite.models.stages import stage_spans
 from megalite.models.whole import outputs
 from megalite.nn.attention_backend import choose_backend
@@ -74,7 +74,7 @@ def our_logits(folder: Path, adapter: Path | None, tokens: Tensor) -> Tensor:
     (model,) = stages_of(str(folder), mesh)
     if adapter is not None:
         load_adapter(model, str(adapter), mesh=mesh, precision=FP32)
-    hidden = model(tokens, plain_info(tokens))
+    hidden = model(tokens, plain_tokens(tokens))
     return model.logits(hidden[model.sequence_length(0) :]).transpose(0, 1)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalite.config.schema import OptimizerConfig
 from megalite.distributed.mesh import single_process_mesh
-from megalite.models.gpt import plain_info, units_of
+from megalite.models.gpt import plain_tokens, units_of
 from megalite.nn.module import named_specs
 from megalite.optimizer.optimizer import Optimizer
 from megalite.peft.adapter import load_adapter
@@ -30,7 +30,7 @@ def _ours(base: Path, adapter: Path, tokens: Tensor, labels: Tensor, *, sinks: b
         parameter.requires_grad_(True)
     if sinks:
         Optimizer(units_of([model]), mesh, FP32, OptimizerConfig()).begin_step(1)
-    model.token_losses(model(tokens, plain_info(tokens)), labels).mean().backward()
+    model.token_losses(model(tokens, plain_tokens(tokens)), labels).mean().backward()
     gradients: dict[str, Tensor] = {}
     for name, parameter in trained.items():
         gradient = parameter.gradient_sink.target() if sinks else parameter.grad  # type: ignore[attr-defined]

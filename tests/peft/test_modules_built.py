@@ -15,7 +15,7 @@ from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.pieces import whole
-from megalite.models.gpt import plain_info
+from megalite.models.gpt import plain_tokens
 from megalite.nn.attention_backend import AttentionBackend, choose_backend, core_attention
 from megalite.nn.linear import linear
 from megalite.nn.module import named_specs
@@ -36,7 +36,7 @@ KINDS = {
 def test_lora_starts_as_nothing_and_a_uniformly_within_one_over_the_root_of_its_inputs() -> None:
     mesh = single_process_mesh()
     model, tokens = tiny_model(mesh, FP64, **LLAMA), tiny_tokens(2, 9)[:, :-1]
-    info = plain_info(tokens)
+    info = plain_tokens(tokens)
     before = model(tokens, info)
     apply_peft([model], replace(KINDS["lora"], lora_rank=64), mesh=mesh, precision=FP64, seed=1)
     assert torch.equal(model(tokens, info), before)
@@ -120,7 +120,7 @@ def test_packed_documents_see_the_virtual_tokens_and_not_each_other(kind: str) -
     together = model(tokens, packed)[virtual:]
     for part in (slice(0, 4), slice(4, 9)):
         alone = tokens[:, part]
-        assert torch.allclose(together[part], model(alone, plain_info(alone))[virtual:], rtol=0, atol=1e-12)
+        assert torch.allclose(together[part], model(alone, plain_tokens(alone))[virtual:], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["prefix", "prompt"])
@@ -144,7 +144,7 @@ def test_the_unfused_kernel_gives_the_same(kind: str) -> None:
             for layer in model.decoder.layers.values():
                 layer.self_attention.core = model.core
         apply_peft([model], KINDS[kind], mesh=mesh, precision=FP64, seed=1)
-        results.append(model(tokens, plain_info(tokens)))
+        results.append(model(tokens, plain_tokens(tokens)))
     assert torch.allclose(*results, rtol=0, atol=1e-12)
 
 
@@ -174,10 +174,10 @@ def test_counted_tokens_are_counted_without_the_virtual_ones() -> None:
     model, text = tiny_model(mesh, FP64, **LLAMA), tiny_tokens(2, 9)
     apply_peft([model], KINDS["prompt"], mesh=mesh, precision=FP64, seed=1)
     tokens, labels = text[:, :-1], text[:, 1:]
-    hidden = model(tokens, plain_info(tokens))
+    hidden = model(tokens, plain_tokens(tokens))
     chosen = torch.tensor([1, 4, 5, 17])  # of [s, b]
     expected = model.token_losses(hidden, labels).flatten()[chosen]
-    assert torch.allclose(model.token_losses(hidden, labels, counted=chosen), expected, rtol=1e-12)
+    assert torch.allclose(model.token_losses(hidden, labels, token_indices=chosen), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.config.errors import FlagError
 from megalite.distributed.launch import Environment
 from megalite.distributed.mesh import Mesh, single_process_mesh
-from megalite.models.gpt import plain_info
+from megalite.models.gpt import plain_tokens
 from megalite.nn.module import named_specs
 from megalite.training import pretrain
 from megalite.training.prepare import deterministic, prepare_determinism
@@ -88,7 +88,7 @@ def test_on_cuda_a_backward_gives_the_same_bits_every_time(window: str | None, m
         model = tiny_model(
             mesh, BF16, vocab_size=7, **LLAMA, max_position_embeddings=1024, hidden_size=128, window_size=window
         )
-        hidden = model(text[:, :-1], plain_info(text[:, :-1]))
+        hidden = model(text[:, :-1], plain_tokens(text[:, :-1]))
         model.token_losses(hidden, text[:, 1:]).sum().backward()
         return {name: p.grad for name, p, _ in named_specs(model) if p.grad is not None}
 
