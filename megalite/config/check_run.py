@@ -195,6 +195,9 @@ def data_problems(config: RunConfig) -> Iterator[str]:
 def tokenizer_problems(tokenizer: TokenizerConfig) -> Iterator[str]:
     """The files and numbers that a kind of tokenizer needs."""
     kind = tokenizer.tokenizer_type or DEFAULT_TOKENIZER
+    if kind not in TOKENIZER_NEEDS:
+        yield f"--tokenizer-type {kind} is unknown: it must be one of {', '.join(TOKENIZER_NEEDS)}"
+        return
     default = "" if tokenizer.tokenizer_type else " (the default)"
     missing = [f"--{name.replace('_', '-')}" for name in TOKENIZER_NEEDS[kind] if getattr(tokenizer, name) is None]
     if missing:

@@ -65,7 +65,7 @@ class MappedArrays:
         if all(os.path.exists(path) for path in paths):
             try:
                 return _restore(cls, *paths)
-            except (OSError, ValueError) as error:
+            except (OSError, EOFError, ValueError) as error:
                 notes.append(f"index cache {stem} in {folder} is damaged ({error}): delete it; this run doesn't use it")
                 return build()
         built = build()

@@ -39,7 +39,8 @@ class Group:
 class Mesh:
     """This process's place in a layout, with a `Group` along each axis.
 
-    `tp`, `pp`, `dp`, `cp`: one axis. `dp_cp`: all ranks that see other data. `model`: one replica (pp x tp).
+    `tp`, `pp`, `dp`, `cp`: one axis. `dp_cp`: ranks that hold the same dense parameters and see other data.
+    `model`: one replica (pp x tp).
     `all_but_tp`: ranks among which a number that tensor-parallel ranks hold alike is summed.
     `world`: all ranks of the layout, which may be the first ranks of a larger torch world (as in the process pool).
     """

@@ -107,7 +107,7 @@ class Place(NamedTuple):
     def tp_rank(self) -> int:
         return self.layout.coordinates(self.rank)[self.domain.tensor_axis]
 
-    def holders(self, tp_ranks: Sequence[int]) -> tuple[int, ...]:
+    def ranks_with_copy(self, tp_ranks: Sequence[int]) -> tuple[int, ...]:
         """Ranks of this replica at these tensor-parallel indices, on every stage that holds a copy."""
         stages = self.stages or (self.layout.coordinates(self.rank)["pp"],)
         at = {
@@ -122,8 +122,8 @@ def _box(
 ) -> Box:
     """A box held at `tp_ranks` on each of the place's stages. Stage copies always hold partial gradients; copies over
     tensor-parallel ranks only where `partial`."""
-    copies = place.holders(tp_ranks)
-    summed = place.holders(tp_ranks if partial else (place.tp_rank,))
+    copies = place.ranks_with_copy(tp_ranks)
+    summed = place.ranks_with_copy(tp_ranks if partial else (place.tp_rank,))
     return Box(global_start, local_start, shape, copies, copies[0], summed if len(summed) > 1 else ())
 
 

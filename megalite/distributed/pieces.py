@@ -9,12 +9,14 @@ initialisation, dumps and checkpoints all work on those.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from megalite.distributed.collectives import gather_tensors
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import Box, ParamSpec, Shape
 
@@ -78,6 +80,22 @@ def is_counted_here(piece: Piece, box: Box, mesh: Mesh) -> bool:
     """Whether this rank, and no other, counts what `piece` has of a box (in the norm, in dumps): as the box's owner,
     and where all data ranks hold the same, as the first of them."""
     return box.owner == mesh.rank and (piece.sharded or mesh.along(piece.spec.domain.data_axes).rank == 0)
+
+
+def gather(pieces: Iterable[Piece], mesh: Mesh) -> dict[str, Tensor]:
+    """Whole logical tensors on the CPU of the first rank, by global name, from the pieces that ranks hold; nothing on
+    the others. Collective over the world."""
+    mine = [
+        ((piece.name, piece.spec.shape, start), view.detach())
+        for piece in pieces
+        for box, start, view in piece.held()
+        if is_counted_here(piece, box, mesh)
+    ]
+    result: dict[str, Tensor] = {}
+    for (name, shape, start), part in gather_tensors(mine, mesh.world, mesh.device):
+        tensor = result.setdefault(name, torch.zeros(shape, dtype=part.dtype))
+        tensor[tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part.cpu()
+    return result
 
 
 def whole(name: str, tensor: Tensor, spec: ParamSpec) -> Piece:

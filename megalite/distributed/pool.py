@@ -19,7 +19,6 @@ import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ import torch.distributed as dist
 
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import GROUP_AXES, Mesh
+from megalite.distributed.workers import end_with_parent
 
 _ADDRESS = "127.0.0.1"
 _START_TIMEOUT = 300.0  # seconds; eight imports of torch on a busy machine of one core
@@ -210,13 +210,6 @@ def _read(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
 class _State:
     """What a worker keeps between calls. Layouts share the process groups of equal ranks."""
 
@@ -235,7 +228,7 @@ def _work(rank: int, size: int, threads: int, port: int, connection: Connection,
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's business
     with stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        threading.Thread(target=_die_with_parent, name="parent watch", daemon=True).start()
+        end_with_parent()
         state = _State()
         _answer(connection, partial(_join, rank, size, threads, port))
         while True:

@@ -1,7 +1,8 @@
 """Processes that work for another one: signals that stop it don't reach them, and they end when it does.
 
 The key idea: a process that is killed closes its end of the pipe that `multiprocessing` keeps between it and each of
-its children, so a thread in the child that waits for that sees it on every system and at any time.
+its children, so a thread in the child that waits for that sees it on every system. Children that were forked later hold
+the pipe too; they end first, since they watch as well.
 """
 
 from __future__ import annotations

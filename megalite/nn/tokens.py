@@ -132,5 +132,6 @@ class VirtualTokens:
         if not tokens.begins:  # they are in the cache
             queries = Places(queries.index + self.count, queries.documents, self.count)
             return replace(tokens, positions=positions, queries=queries, keys=keys)
+        assert tokens.keys is None, "tokens in the sequence read their own keys"
         virtual = torch.arange(self.count, device=positions.device).expand(positions.shape[0], -1)
         return replace(tokens, positions=torch.cat((virtual, positions), dim=1), queries=keys)

@@ -74,7 +74,7 @@ class Bucket:
         self.number, self.chunk, self.first_unit = number, chunk, first_unit
         self.domain = members[0][2].domain
         self.group = mesh.along(self.domain.data_axes)
-        self.sharding = sharding = sharding.over(self.group.size)
+        self.sharding = sharding = sharding.for_group_of(self.group.size)
         self.slots: list[Slot] = []
         end = 0
         treated_alike = sorted(members, key=lambda member: member[2].treatment.order)
@@ -100,7 +100,7 @@ class Bucket:
         self.grads = None if sharding.gradients else gradients
         self.held_grads = gradients if sharding.gradients else gradients[self.first : self.last]
 
-    def treated(self) -> Iterator[tuple[Treatment, int, int]]:
+    def treatment_runs(self) -> Iterator[tuple[Treatment, int, int]]:
         """(treatment, start, stop) of the runs of equal treatment in the held range, counted from its beginning."""
         stops = [*(slot.start for slot in self.slots[1:]), self.size]  # padding goes with what is before it
         ranges = zip(self.slots, stops, strict=True)

@@ -75,8 +75,8 @@ class WholeGatherer(Gatherer):
         if not self.overlap:
             self.finish()
 
-    def forget(self) -> None:
-        """Parameters were changed from outside: on every rank alike."""
+    def parameters_changed(self) -> None:
+        """Nothing to do: every rank holds the whole parameters."""
 
 
 class UnitGatherer(Gatherer):
@@ -137,9 +137,9 @@ class UnitGatherer(Gatherer):
         self._gathered.remove(bucket)
         bucket.params.untyped_storage().resize_(0)
 
-    def forget(self) -> None:
+    def parameters_changed(self) -> None:
         """Each rank's part is new: what was gathered is out of date."""
         for bucket in list(self._gathered):
             self._release(bucket)
 
-    updated = forget
+    updated = parameters_changed

@@ -190,7 +190,7 @@ class Optimizer:
             for segment in self.segments:
                 if segment.is_copy:
                     segment.main.detach().copy_(segment.parameters)
-        self.gatherer.forget()
+        self.gatherer.parameters_changed()
 
     def named_state(self) -> Iterator[tuple[str, Piece]]:
         """(`kind.parameter name`, piece) of all that a checkpoint needs besides the parameters. Several pieces may be

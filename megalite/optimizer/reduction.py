@@ -1,11 +1,12 @@
 """Main gradients on their way from the layers to the shards.
 
-Key idea: layers add to a bucket's gradients through sinks. Which gradients are in is known by units: a backward goes
-through the units of a chunk from the last to the first, on all ranks alike and whatever a unit has used of its
-parameters. A bucket whose units are all through is reduced over the data ranks of its domain: of the step where
-gradients are held whole, of each microbatch where they are sharded, which keeps few of them whole at a time. With
-`overlap_reduce` the backward goes on meanwhile; without it gradients that are held whole are reduced when the backward
-has ended. All reductions start in one order on all ranks, which NCCL requires even across groups.
+Key idea: layers add to a bucket's gradients through sinks. Completion is counted in units (layers): a backward goes
+through those of a chunk from the last to the first, on all ranks alike, and it reaches a unit's input only after all
+gradients inside, also where a parameter got none. A bucket whose units are all through is reduced over the data ranks
+of its domain: of the step where gradients are held whole, of each microbatch where they are sharded, which keeps few of
+them whole at a time. With `overlap_reduce` the backward goes on meanwhile; without it gradients that are held whole are
+reduced when the backward has ended. All reductions start in one order on all ranks, which NCCL requires even across
+groups.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megalite.optimizer.sharding import Sharding, Unit
 from megalite.optimizer.transport import TimedPending, Transport
 from megalite.precision.policy import Precision
 
-MAX_PENDING = 2  # starts whose reductions may be under way, so that their whole-bucket gradients are alive
+MAX_STARTS = 2  # groups of reductions started together that may be under way, so that their temporaries are alive
 
 Recorder = Callable[[str, int, int, float, float], None]
 """Called with a collective's kind, chunk and bucket, and its begin and end in milliseconds of a monotonic clock."""
@@ -86,14 +87,15 @@ class GradientReducer:
 
     def _watch(self, number: int, unit: Unit) -> Any:
         """A hook that learns when a unit's backward is through: autograd goes on to what made the unit's input only
-        after all that was computed from it. A leaf has nothing behind it: its unit is through when the chunk is."""
+        after all that was computed from it. Where the input is a leaf (of a stage's first unit) no hook can tell:
+        `backward_ended` does."""
 
         def through() -> None:
             self._units_through(unit.chunk, number)
 
         def watch(_: object, args: tuple[Any, ...]) -> None:
             if args[0].grad_fn is not None:
-                args[0].register_hook(lambda _: unit.after_weight_gradients(through))
+                args[0].register_hook(lambda _: unit.when_weight_gradients_done(through))
 
         return watch
 
@@ -107,8 +109,8 @@ class GradientReducer:
 
     def whole_gradients(self, bucket: Bucket) -> Tensor:
         """The bucket's gradients of its whole length, to be added to."""
+        assert bucket not in self._started, f"bucket {bucket.number} gets a gradient after its reduction"
         if bucket.grads is not None:
-            assert bucket not in self._started, f"bucket {bucket.number} gets a gradient after its reduction"
             return bucket.grads
         if bucket not in self._temporaries:
             self._temporaries[bucket] = self._take(bucket)
@@ -121,6 +123,8 @@ class GradientReducer:
         for at, spare in enumerate(self._spare):
             if spare.numel() >= bucket.size:
                 return self._spare.pop(at)[: bucket.size].zero_()
+        if self._spare:
+            self._spare.pop(0)  # too small: what is kept stays within what was needed at some time
         return torch.zeros(bucket.size, dtype=self._precision.wide, device=bucket.held_grads.device)
 
     def _give_back(self, temporary: Tensor) -> None:
@@ -128,8 +132,6 @@ class GradientReducer:
         whole = temporary._base if temporary._base is not None else temporary
         self._spare.append(whole)
         self._spare.sort(key=Tensor.numel)
-        if len(self._spare) > MAX_PENDING:
-            self._spare.pop(0)
 
     def _units_through(self, chunk: int, first: int) -> None:
         """The backward of a microbatch is through with the units of `chunk` from the one numbered `first` on."""
@@ -148,6 +150,7 @@ class GradientReducer:
         """Start what hasn't, wait for all. Collective over the data ranks."""
         self._start([b for b in self._buckets if b.grads is not None and b not in self._started])
         self._wait(0)
+        assert not self._temporaries, "a gradient came after its chunk's backward"
         self._spare.clear()
 
     def _start(self, buckets: Sequence[Bucket]) -> None:
@@ -156,7 +159,7 @@ class GradientReducer:
         if shared:
             self._pending.append([self._reduce(bucket) for bucket in shared])
         if any(bucket.sharding.gradients for bucket in shared):
-            self._wait(MAX_PENDING if self._overlap else 0)
+            self._wait(MAX_STARTS if self._overlap else 0)
         self._started.update(buckets)
 
     def _reduce(self, bucket: Bucket) -> _Reduction:

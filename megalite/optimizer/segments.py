@@ -63,7 +63,7 @@ def build_segments(buckets: Iterable[Bucket], precision: Precision, offload: flo
     segments = []
     for bucket in buckets:
         budget = round((bucket.last - bucket.first) * offload / ALIGNMENT) * ALIGNMENT
-        for treatment, start, stop in bucket.treated():
+        for treatment, start, stop in bucket.treatment_runs():
             border = start + min(budget, stop - start)
             budget -= border - start
             for low, high, on_host in ((start, border, True), (border, stop, False)):

@@ -51,9 +51,9 @@ class Sharding:
             overlap_gather=layout.overlap_param_gather,
             bucket_size=size,
             offload=optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
-        ).over(ranks)
+        ).for_group_of(ranks)
 
-    def over(self, ranks: int) -> Sharding:
+    def for_group_of(self, ranks: int) -> Sharding:
         """This, for parameters that so many ranks hold: one alone has nothing to share."""
         return self if ranks > 1 else Sharding(offload=self.offload)
 
@@ -61,12 +61,12 @@ class Sharding:
 class Unit(NamedTuple):
     """A module that is called as a whole, and the parameters that its forward uses, whoever owns them.
 
-    `after_weight_gradients`: calls a function once the weight gradients that its layers have put off are computed.
+    `when_weight_gradients_done`: calls a function once the weight gradients that its layers have put off are computed.
     `backward_reads`: whether its backward needs the parameters' values (that of an embedding doesn't).
     """
 
     module: nn.Module
     chunk: int
     members: list[Member]
-    after_weight_gradients: Callable[[Callable[[], None]], None]
+    when_weight_gradients_done: Callable[[Callable[[], None]], None]
     backward_reads: bool = True

@@ -17,9 +17,8 @@ from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first
 from megalite.checkpoint.huggingface.hub import published_name
 from megalite.config.schema import ModelConfig
 from megalite.config.schema_finetune import PeftConfig
-from megalite.distributed.collectives import gather_tensors
 from megalite.distributed.mesh import Group, Mesh
-from megalite.distributed.pieces import Piece, is_counted_here, whole
+from megalite.distributed.pieces import Piece, gather, whole
 from megalite.estimate.model import AdapterWork
 from megalite.models.gpt import GPTStage
 from megalite.nn.module import named_specs
@@ -124,22 +123,6 @@ def load_adapter(model: GPTStage, directory: str, *, mesh: Mesh, precision: Prec
     plan.fill([model], [whole(*entry) for entry in named_specs(model)])
     model.requires_grad_(False)
     return peft
-
-
-def gather(pieces: Iterable[Piece], mesh: Mesh) -> dict[str, Tensor]:
-    """Whole trained parameters, or their gradients, on the CPU of the first rank, by global name, from the pieces that
-    ranks hold; nothing on the others. Collective over the world."""
-    mine = [
-        ((piece.name, piece.spec.shape, start), view.detach())
-        for piece in pieces
-        for box, start, view in piece.held()
-        if is_counted_here(piece, box, mesh)
-    ]
-    result: dict[str, Tensor] = {}
-    for (name, shape, start), part in gather_tensors(mine, mesh.world, mesh.device):
-        tensor = result.setdefault(name, torch.empty(shape, dtype=part.dtype))
-        tensor[tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part.cpu()
-    return result
 
 
 class AdapterSaver:

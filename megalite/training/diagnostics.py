@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megalite.config.schema import LoggingConfig
 from megalite.distributed.mesh import Mesh
+from megalite.distributed.pieces import gather
 from megalite.optimizer.optimizer import Optimizer
-from megalite.peft.adapter import gather
 from megalite.pipeline.schedules import Action
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megalite.config.schema import RunConfig
 from megalite.distributed.mesh import Mesh
@@ -54,7 +55,7 @@ class TrainedModel:
             for key, piece in self.optimizer.named_state():
                 yield piece._replace(name=f"optimizer.{key}")
 
-    @property
+    @cached_property
     def adapter_work(self) -> AdapterWork | None:
         """What an adapter adds to the work for a token."""
         return None if self.adapter is None else self.adapter.work(head=self.classes is not None)

@@ -118,6 +118,8 @@ def prepare(
 
 def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[str] = ()) -> Prepared:
     """The packages' own checks of a resolved configuration. Mistakes are a FlagError."""
+    if config.peft.load_adapter is not None and config.peft.peft == "none":
+        raise FlagError(f"--load-adapter {config.peft.load_adapter}: give the kind of adapter with --peft")
     try:
         device = choose_device(config.layout.device, environment)
         if config.training.deterministic_mode:

@@ -98,12 +98,13 @@ def test_a_read_only_cache_is_done_without(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_cache_file_is_named_and_done_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [0, 200])
+def test_a_damaged_cache_file_is_named_and_done_without(tmp_path: Path, length: int) -> None:
     good = _build(str(tmp_path))
     victim = next(path for path in tmp_path.iterdir() if "sample_index" in path.name)
     content = victim.read_bytes()
     victim.unlink()  # the file that is mapped stays whole
-    victim.write_bytes(content[:200])
+    victim.write_bytes(content[:length])
     notes: list[str] = []
     assert _equal(_build(str(tmp_path), notes), good)
     assert "damaged" in notes[0]

@@ -280,6 +280,11 @@ def test_null_tokenizer_reads_ids_and_has_one_more_for_eod() -> None:
             tokenizer.tokenize(wrong)
 
 
+def test_a_kind_of_tokenizer_that_a_stored_configuration_names_and_nobody_knows_is_refused() -> None:
+    with pytest.raises(FlagError, match="BertWordPieceTokenizer is unknown: it must be one of SentencePieceTokenizer"):
+        build("BertWordPieceTokenizer")
+
+
 def test_a_tokenizer_json_without_eos_has_no_eod_and_append_eod_is_refused(folder: Path) -> None:
     byte_level().save(str(folder / "bare.json"))
     tokenizer = build("HuggingFaceTokenizer", tokenizer_model=str(folder / "bare.json"))

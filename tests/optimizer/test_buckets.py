@@ -53,7 +53,7 @@ def test_parameters_keep_their_values_and_become_aligned_views_of_their_bucket()
 def test_runs_of_one_treatment_cover_the_held_range() -> None:
     model = tiny_model(MESH, FP32, untie_embeddings_and_output_weights=True)
     for bucket in buckets_of(model, FP32):
-        runs = list(bucket.treated())
+        runs = list(bucket.treatment_runs())
         assert [start for _, start, _ in runs] == [0, *(stop for _, _, stop in runs[:-1])]
         assert runs[-1][2] == bucket.size
         for treatment, start, stop in runs:

@@ -12,9 +12,9 @@ from megalite.config.schema import RunConfig
 from megalite.distributed.launch import Environment
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
+from megalite.distributed.pieces import gather
 from megalite.distributed.pool import ProcessPool
 from megalite.nn.module import specs_of
-from megalite.peft.adapter import gather
 from megalite.training.diagnostics import gather_gradients
 from megalite.training.prepare import prepare_config
 from megalite.training.run import Run, build_run

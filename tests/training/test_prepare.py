@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from megalite.config.errors import FlagError
+from megalite.config.schema import RunConfig
+from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.launch import Environment
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.models.gpt import plain_tokens
 from megalite.nn.module import named_specs
 from megalite.training import pretrain
-from megalite.training.prepare import deterministic, prepare_determinism
+from megalite.training.prepare import deterministic, prepare_config, prepare_determinism
 from tests.helpers import BF16, LLAMA, tiny_model, tiny_tokens
 
 CUDA, VARIABLES = torch.device("cuda"), ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
@@ -46,6 +48,12 @@ def test_torchs_switch_is_on_while_the_run_lasts_and_then_as_before(
         )
     assert seen == [wanted]
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_program_that_names_an_adapter_without_its_kind_is_refused() -> None:
+    config = RunConfig(peft=PeftConfig(load_adapter="adapter"))
+    with pytest.raises(FlagError, match="--load-adapter adapter: give the kind"):
+        prepare_config(config, Environment())
 
 
 def test_what_cublas_and_nccl_read_is_set_before_cuda_starts_and_a_users_own_is_kept(
