@@ -240,7 +240,7 @@ def _steps_of_two_domains(strategies: list[Sharding]) -> list[tuple[dict[str, fl
     with ExitStack() as stack:
         for module in ("optimizer.optimizer", "optimizer.gradient_norm", "distributed.mesh"):
             stack.enter_context(mock.patch(f"megalite.{module}.DOMAINS", (DENSE, EXPERT)))
-        axes = (*GROUP_AXES, EXPERT.data, EXPERT.replica)
+        axes = (*GROUP_AXES, EXPERT.data_axes, EXPERT.model_axes)
         stack.enter_context(mock.patch("megalite.distributed.mesh.GROUP_AXES", axes))
         timeout = timedelta(seconds=60)
         mesh = Mesh.create(Layout(dp=4, ep=2), torch.device("cpu"), backend="gloo", timeout=timeout)

@@ -65,7 +65,7 @@ def test_leaving_out_tokens_that_do_not_count_changes_neither_losses_nor_gradien
     overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses, gradients, costs = _run(overrides)
-    monkeypatch.setattr(TokenLoss, "chosen", lambda self, batch: None)
+    monkeypatch.setattr(TokenLoss, "token_indices", lambda self, batch: None)
     all_losses, all_gradients, all_costs = _run(overrides)
     assert losses == pytest.approx(all_losses, rel=1e-12)
     assert losses[1] == losses[2]  # that of nothing

@@ -52,7 +52,7 @@ def _tied_counted_twice(mesh: Mesh, values: Values, steps: int) -> Trace | None:
     def counted(piece: Piece, box: Box, mesh: Mesh) -> bool:
         return box.owner == mesh.rank or len(box.sum_over) > 1
 
-    with mock.patch("megalite.optimizer.gradient_norm.counts", counted):
+    with mock.patch("megalite.optimizer.gradient_norm.is_counted_here", counted):
         return trace(mesh, values, steps)
 
 
