@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "TP 4, keys and values shared": (4, {TP: 4, "sequence_parallel": True}),
+    "TP 4, keys and values shared": (4, {TP: 4, "sequence_parallel": True, "num_layers": 2}),
     "TP 2 x PP 2, VPP 2, recompute": (
         4,
         {
