@@ -29,7 +29,7 @@ def zero(pool: ProcessPool) -> Zero:
     outcomes: dict[frozenset[tuple[str, Any]], list[Outcome]] = {}
 
     def run(strategy: str, ranks: int = 2, **flags: Any) -> list[Outcome]:
-        fields = {"num_layers": LAYERS, "tied": False, "bf16": False, "microbatches": 1, **flags}
+        fields: dict[str, Any] = {"num_layers": LAYERS, "tied": False, "bf16": False, "microbatches": 1, **flags}
         key = frozenset({**fields, "strategy": strategy, "ranks": ranks}.items())
         if key not in outcomes:
             outcomes[key] = run_zero(pool, zero_config(strategy, dp=ranks, **fields), ranks, STEPS)
@@ -138,7 +138,7 @@ def test_a_rank_sends_what_the_formulas_say(zero: Zero, ranks: int, microbatches
     ahead the final norm, for the same reason, and the first layer, whose forward follows its backward.
     """
     for strategy in STRATEGIES:
-        flags: dict[str, bool] = overlap(strategy) if overlapped else {}
+        flags = overlap(strategy) if overlapped else {}
         for outcome in zero(strategy, ranks, tied=False, microbatches=microbatches, **flags):
             sizes = outcome.bucket_sizes
             spared = microbatches * (sizes["embedding.word_embeddings.weight"] + sizes["output_layer.weight"])
