@@ -28,8 +28,8 @@ from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.nn.module import Build, initialize, named_specs
 from megalite.precision.policy import Precision
 
-# Imported once for all processes of the tests; the second comes with any of torch's optimizers.
-PRELOADED = ["megalite.training.pretrain", "torch._dynamo"]
+# Imported once for all processes of the tests; the second comes with any of torch's optimizers, the third with a run.
+PRELOADED = ["megalite.training.pretrain", "torch._dynamo", "tests.e2e.runs"]
 VOCABULARY = 131  # a prime, so that it never divides
 
 FP64 = Precision.from_config(PrecisionConfig(fp64=True))

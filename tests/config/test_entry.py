@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from tests.config.launch_lists import (
     SMALL,
     without_what_is_not_built,
 )
+from tests.helpers import call_script
 
 # Everything but the network.
 RUN = """
@@ -134,7 +133,7 @@ def test_a_bad_flag_ends_the_program_with_status_2_and_its_message_alone() -> No
         (["--num-layer", "2"], "unknown flag --num-layer; did you mean --num-layers?"),
         ([*SMALL.split(), "--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2 x "),
     ):
-        done = subprocess.run([sys.executable, script, *argv], capture_output=True, text=True, check=False)
+        done = call_script(script, *argv)
         assert done.returncode == 2
         assert message in done.stderr
         assert "Traceback" not in done.stderr

@@ -135,7 +135,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["killed", "returns"])
+@pytest.mark.parametrize("end", ["killed", pytest.param("returns", marks=pytest.mark.slow)])
 def test_workers_die_with_their_parent(tmp_path: Path, end: str) -> None:
     script = tmp_path / "parent.py"
     script.write_text(_PARENT)

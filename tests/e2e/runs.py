@@ -386,8 +386,8 @@ def outputs(folder: Path) -> str:
 
 
 def assert_equal(folder: Path, reference: Path, tolerance: float = TOLERANCE) -> None:
-    """Every step's loss and gradient norm, and all gradients of the first step, of two runs of 10 steps."""
-    assert len(steps(folder / "metrics.jsonl")) == 10
+    """Every step's loss and gradient norm, and all gradients of the first step, of two runs of several steps."""
+    assert len(steps(folder / "metrics.jsonl")) > 2
     assert largest_difference(folder / "metrics.jsonl", reference / "metrics.jsonl") <= tolerance
     assert gradient_difference(gradients(folder), gradients(reference)) <= tolerance
 

@@ -22,13 +22,13 @@ from tests.e2e.runs import (
     written,
 )
 
-SOURCE_STEPS = 40
+SOURCE_STEPS = 20
 
 
 def save_source(folder: Path, flags: str) -> Path:
     """A model that has learnt something."""
     saving = f"--save {folder} --save-interval 1000 --log-interval 100"
-    run(f"{MICRO} --lr 1e-2 --train-iters {SOURCE_STEPS} {saving} {flags}")
+    run(f"{MICRO} --lr 2e-2 --train-iters {SOURCE_STEPS} {saving} {flags}")
     return folder
 
 

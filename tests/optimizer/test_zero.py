@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from tests.optimizer.zero_runs import STRATEGIES, Outcome, run_zero, same, zero_
 from tests.verify.networks import network
 
 STEPS = 2
+LAYERS = 3  # one more than are whole at a time
 Zero = Callable[..., list[Outcome]]
 
 
@@ -26,9 +26,14 @@ def overlap(strategy: str) -> dict[str, bool]:
 def zero(pool: ProcessPool) -> Zero:
     """What each rank of a run with a strategy, a number of ranks and flags saw. Several laws speak of one run."""
 
-    @functools.cache
+    outcomes: dict[frozenset[tuple[str, Any]], list[Outcome]] = {}
+
     def run(strategy: str, ranks: int = 2, **flags: Any) -> list[Outcome]:
-        return run_zero(pool, zero_config(strategy, dp=ranks, **flags), ranks, STEPS)
+        fields: dict[str, Any] = {"num_layers": LAYERS, "tied": False, "bf16": False, "microbatches": 1, **flags}
+        key = frozenset({**fields, "strategy": strategy, "ranks": ranks}.items())
+        if key not in outcomes:
+            outcomes[key] = run_zero(pool, zero_config(strategy, dp=ranks, **fields), ranks, STEPS)
+        return outcomes[key]
 
     return run
 
@@ -60,8 +65,7 @@ def test_bucket_sizes_from_one_parameter_to_all_change_no_bit(zero: Zero, strate
     assert all(same(outcomes[0], other) for other in outcomes[1:])
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.3])
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
+@pytest.mark.parametrize(("strategy", "fraction"), [("no_shard", 1.0), ("optim_grads", 0.3)])
 def test_an_update_on_the_host_changes_no_bit(zero: Zero, strategy: str, fraction: float) -> None:
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     plain, hosted = (zero(strategy, bf16=False, **flags)[0] for flags in ({}, offload))
@@ -120,12 +124,12 @@ def test_few_sharded_gradients_are_whole_at_a_time(zero: Zero, strategy: str, ov
     flags: dict[str, Any] = overlap(strategy) if overlapped else {}
     flags |= {"ddp_bucket_size": 5_000} if strategy == "optim_grads" else {}
     buckets_of_a_unit = 3 if strategy == "optim_grads" else 1
-    for outcome in zero(strategy, microbatches=2, num_layers=16, **flags):
+    for outcome in zero(strategy, microbatches=2, num_layers=12, **flags):
         largest = sorted(outcome.buckets)[-buckets_of_a_unit * (3 if overlapped else 1) - 1 :]
         assert 0 < outcome.peak_gradients <= sum(largest) < 0.6 * outcome.held["elements"]
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "overlapped"), [(2, 3, True), (4, 1, False)])
+@pytest.mark.parametrize(("ranks", "microbatches", "overlapped"), [(2, 3, True), (3, 1, False)])
 def test_a_rank_sends_what_the_formulas_say(zero: Zero, ranks: int, microbatches: int, overlapped: bool) -> None:
     """In (d - 1)/d of the buckets' bytes: 2 for a reduction and a gather. Stages 2 and 3 reduce every microbatch.
 

@@ -94,7 +94,7 @@ def check(
 @pytest.mark.parametrize("name", ONE_CHUNK)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_gradients_equal_those_of_one_process_bitwise(pool: ProcessPool, name: str, stages: int) -> None:
-    for count in (1, 2, 3, 4, 5, 8):
+    for count in (1, 3, 4, 8):
         check(pool, name, stages, 1, [3] * count)
 
 
@@ -121,7 +121,7 @@ def test_shapes_may_differ_from_microbatch_to_microbatch(pool: ProcessPool, name
 def test_many_steps_with_evaluations_between_them_neither_hang_nor_mix_up_tensors(
     pool: ProcessPool, stages: int
 ) -> None:
-    check(pool, "interleaved", stages, 2, [1, 2, 3, 4], steps=50, evaluate=10)
+    check(pool, "interleaved", stages, 2, [1, 2, 3, 4], steps=15, evaluate=3)
 
 
 def test_one_process_with_several_chunks_hands_tensors_to_itself() -> None:

@@ -21,7 +21,7 @@ from megalite.pipeline.schedules import (
     zero_bubble_h1,
 )
 
-SIZES = [(p, m) for p in range(1, 9) for m in range(1, 13)]
+SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in range(1, 13)]
 
 
 def spelled(text: str) -> list[Action]:

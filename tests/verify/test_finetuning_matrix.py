@@ -1,7 +1,7 @@
 """Every layout fine-tunes as one process does: answers, packed or not, and labels; whole models and adapters.
 
 All combinations run with `-m full_matrix`; by default a few on up to four processes, in which each kind of fine-tuning
-meets every value of each axis, and every schedule and sharding some kind.
+meets every value of each axis, every sharding some adapter and some whole model, and every schedule some kind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from megalite.verify.layouts import SHARDINGS, Variant, variants
 from megalite.verify.proof import Prover
 from megalite.verify.trace import Trace
 from tests.verify.networks import FINETUNING, covering, network
-from tests.verify.test_matrix import WHOLE_GRADIENTS
 
 TOLERANCE = 1e-10
 Case = tuple[Variant, str]
@@ -43,8 +42,8 @@ def _values(case: Case) -> list[tuple[str, Hashable]]:
         ("tp", (kind, variant.tp, variant.sequence_parallel)),
         ("pp", (kind, variant.pp, variant.chunks)),
         ("schedule", variant.schedule),
-        ("dp", (kind, variant.dp, None if variant.sharding in WHOLE_GRADIENTS else variant.sharding)),
-        ("sharding", variant.sharding),
+        ("dp", (kind, variant.dp)),
+        ("sharding", (FINETUNING[kind][1].peft is None, variant.sharding)),
         ("recompute", (kind, variant.recompute)),
     ]
 
