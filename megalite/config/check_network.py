@@ -87,7 +87,7 @@ def layout_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x --context-parallel-size {cp} "
             f"= {tp * pp * cp} does not divide the world size {world_size}: "
             f"start a multiple of {tp * pp * cp} processes, or change the layout. To try a small version on this "
-            "machine: tools/verify_parallel.py --shrink with the same flags"
+            "machine: put `python tools/verify_parallel.py --shrink` in place of `torchrun ... pretrain_gpt.py`"
         )
     yield from _tensor_problems(config)
     yield from _pipeline_problems(config)

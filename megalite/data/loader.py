@@ -11,6 +11,7 @@ import os
 import signal
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,18 @@ from megalite.data.sampler import Request, Sampler
 from megalite.distributed.workers import end_with_parent, signals_blocked
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def telling_killed_workers() -> Iterator[None]:
+    """Raise a UserError where a loader's worker is killed while the block runs. Torch raises for that in a handler of
+    SIGCHLD, so in the middle of whatever the main thread is at."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError(f"{error}; a killed worker often means too little memory: try --num-workers 0") from error
 
 
 class MicrobatchIterator(Iterator[Microbatch]):
@@ -89,12 +102,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         if self._batches is None:
             with signals_blocked(*_STOP_SIGNALS):  # in the workers from their first moment on: they inherit it
                 self._batches = iter(self._loader)
-        try:
-            batch = next(self._batches)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise UserError(f"{error}; a killed worker often means too little memory: try --num-workers 0") from error
+        batch = next(self._batches)
         if isinstance(batch, _Failure):
             raise batch.error()
         microbatch = Microbatch.from_arrays(batch)

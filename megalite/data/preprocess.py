@@ -243,6 +243,10 @@ def _encode_all(
                 yield chunk, result.result()
         for chunk, result in window:
             yield chunk, result.result()
+    except (KeyboardInterrupt, GeneratorExit):
+        for worker in pool._processes.values():  # no public way: they would finish their chunks first
+            worker.kill()
+        raise
     except BrokenProcessPool:
         raise UserError(
             f"a worker process was killed near {chunk.path}:{chunk.first_line}; if memory ran out, give fewer --workers"

@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
 from megalite.checkpoint.huggingface.hub import published_name
+from megalite.checkpoint.storage import ADAPTER_FILE
 from megalite.config.schema import ModelConfig
 from megalite.config.schema_finetune import PeftConfig
+from megalite.distributed.collectives import broadcast_object
 from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.pieces import Piece, gather, whole
 from megalite.estimate.model import AdapterWork
@@ -151,6 +154,17 @@ class AdapterSaver:
             self._saved_at = iteration
             self._write("--save-adapter", directory)
             self.say(f"saved the adapter in {directory}")
+
+    def standing_best(self, best: float | None) -> float | None:
+        """`best`, the lowest loss of an earlier run, where its adapter is in the folder of `--save-best-adapter`; else
+        None: the best of this run is to be there. Agreed with the first rank."""
+        directory = self.plan.peft.save_best_adapter
+        if directory is None or best is None:
+            return best
+        there: bool = broadcast_object((Path(directory) / ADAPTER_FILE).exists(), self.optimizer.mesh.world)
+        if not there:
+            self.say(f"--save-best-adapter {directory} holds no adapter: the best of this run will be kept there")
+        return best if there else None
 
     def save_if_best(self, loss: float, best: float | None) -> float | None:
         """Of `--save-best-adapter`, after a validation; the lowest loss so far, of which `best` was the one before."""

@@ -62,7 +62,12 @@ def check_resumed_adapter(directory: CheckpointDirectory, config: RunConfig, *, 
         )
     if theirs and not ours:
         raise CheckpointError(f"{directory.path} holds an adapter alone, trained with {theirs}: give that too")
-    lines = [f"{ours} replaces the checkpoint's {theirs}"] if theirs and theirs != ours else []
+    lines = []
+    if theirs and theirs != ours:
+        lines.append(
+            f"warning: {ours} replaces the checkpoint's {theirs}: unless both hold the same weights, the adapter was "
+            "trained for another model, and answers will be wrong"
+        )
     shapes = _SHAPES[saved.peft.peft] if saved.peft.load_adapter is config.peft.load_adapter is None else ()
     for name in (*shapes, *(("lora_alpha", "use_rslora") if saved.peft.peft == "lora" else ())):
         show = all_fields()[f"peft.{name}"].show

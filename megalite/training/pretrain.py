@@ -9,6 +9,7 @@ from pathlib import Path
 from megalite.checkpoint.errors import on_first_rank
 from megalite.config.fields import output_folders
 from megalite.config.schema import RunConfig
+from megalite.data.loader import telling_killed_workers
 from megalite.distributed.launch import Environment, start
 from megalite.distributed.mesh import Mesh
 from megalite.files.owner import OWNER, owning
@@ -48,6 +49,7 @@ def train(
         deterministic(prepared.config.training.deterministic_mode),
         start(prepared.config.layout, environment, prepared.device) as mesh,
         owned_outputs(prepared.config, mesh),
+        telling_killed_workers(),
     ):
         run = build_run(prepared, mesh)
         Loop(run).run()

@@ -126,6 +126,7 @@ def build_run(prepared: Prepared, mesh: Mesh, *, transport: Transport | None = N
     if model.adapter is not None:
         folder = config.finetune.load_hf
         saver = AdapterSaver(model.adapter, model.optimizer, folder, classes=task.classes, beside=beside, say=tell)
+        progress.state.best_valid_loss = saver.standing_best(progress.state.best_valid_loss)
     return Run(prepared, datasets, beside, model, progress, feed, engine, trainer, saver)
 
 

@@ -168,7 +168,8 @@ def test_megatrons_mixtral_list_is_told_all_that_is_not_built_at_once_and_then_t
         "--num-experts 8",
         "--expert-model-parallel-size 8",
     ]
-    assert last == "to run, remove these flags: --num-experts 8 --expert-model-parallel-size 8"
+    missing = "--num-experts 8 --expert-model-parallel-size 8"
+    assert last == f"to run a dense model, without experts, remove these flags: {missing}"
     config, notes = read(without_what_is_not_built(MIXTRAL_8X7B, last), 8)
     assert config.layout.pipeline_model_parallel_size == 4
     assert config.tokenizer.tokenizer_type == "SentencePieceTokenizer"

@@ -13,7 +13,7 @@ from megalite.config.flags import parse_flags
 from megalite.config.schema import RunConfig
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SHARED = {"llama_common.args"}  # included by others
+SHARED = {"llama_common.args", "small.args"}  # included by others, put behind other flags
 # Flags that a program adds to an example.
 MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "130"]
 ADDED = {"quickstart.args": MOCK, "chinese/model.args": MOCK}

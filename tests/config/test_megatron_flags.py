@@ -186,7 +186,7 @@ def test_all_refusals_are_reported_at_once() -> None:
         parse(["--num-experts", "8", "--moe-router-topk", "2", "--use-mup", "--num-layer", "3"])
     *lines, last = str(caught.value).splitlines()
     assert [line.split()[0] for line in lines] == ["unknown", "--num-experts", "--use-mup"]
-    assert last == "to run, remove these flags: --num-experts 8 --use-mup"
+    assert last == "to run a dense model, without experts, remove these flags: --num-experts 8 --use-mup"
 
 
 def test_a_note_is_given_once_for_a_repeated_flag() -> None:

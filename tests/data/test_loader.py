@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import time
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from megalite.config.errors import UserError
 from megalite.data.document_mask import Item, SampleFormat, SampleSource
-from megalite.data.loader import MicrobatchIterator
+from megalite.data.loader import MicrobatchIterator, telling_killed_workers
 from megalite.data.mock import MockDataset
 from megalite.data.packing import RowDataset, Rows, SequenceBuilder
 
@@ -154,15 +155,23 @@ def test_workers_start_with_the_first_microbatch_outlive_stop_signals_and_end_wi
         next(batches)
 
 
-def test_a_killed_worker_is_reported() -> None:
+@pytest.mark.parametrize("reading", [True, False])
+def test_a_killed_worker_is_reported_whatever_the_process_is_at(reading: bool) -> None:
     before = set(multiprocessing.active_children())
     with loader(mock(), num_workers=1) as batches:
         next(batches)
         (worker,) = set(multiprocessing.active_children()) - before
-        worker.kill()
-        worker.join()
+
+        @telling_killed_workers()
+        def go_on() -> None:
+            worker.kill()
+            if reading:
+                list(islice(batches, 100))
+            for _ in range(1000):
+                time.sleep(0.01)  # torch's handler of SIGCHLD raises here
+
         with pytest.raises(UserError, match="num-workers"):
-            list(islice(batches, 100))
+            go_on()
 
 
 @pytest.mark.parametrize(("length", "micro", "size"), [(11, 3, 2), (10, 2, 2), (1, 4, 3), (12, 2, 2), (7, 1, 4)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ import torch
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import RunConfig, TokenizerConfig
+from megalite.config.schema_finetune import PeftConfig
 from megalite.data.tokenizers import HuggingFaceTokenizer
+from megalite.distributed.mesh import single_process_mesh
+from megalite.peft.adapter import AdapterSaver
 from megalite.peft.files import read_adapter, read_class_names, write_adapter
 from megalite.training.loop import Loop
 from tests.data.chat_files import CHATML_TEMPLATE, SPECIAL, chat_tokenizer, write_lines
@@ -178,3 +182,14 @@ def test_more_microbatches_than_a_schedule_can_list_are_refused() -> None:
     config.training.global_batch_size = 1 << 31
     with pytest.raises(FlagError, match="at most 65,536 are possible"):
         start(config)
+
+
+def test_the_best_loss_of_an_earlier_run_counts_only_where_its_adapter_is(tmp_path: Path) -> None:
+    said: list[str] = []
+    plan = SimpleNamespace(peft=PeftConfig(save_best_adapter=str(tmp_path)))
+    optimizer = SimpleNamespace(mesh=single_process_mesh())
+    saver = AdapterSaver(cast(Any, plan), cast(Any, optimizer), None, classes=None, beside={}, say=said.append)
+    assert saver.standing_best(4.7) is None
+    assert f"--save-best-adapter {tmp_path} holds no adapter" in said[0]
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert saver.standing_best(4.7) == 4.7
