@@ -14,7 +14,7 @@ from tests.data.chat_files import CONVERSATION, pairs, write_lines
 from tests.e2e.runs import Outcome, evaluations, run, steps
 from tests.e2e.test_finetune import COMMON, save_base
 
-FLAGS = COMMON.replace("--train-iters 10 ", "").replace("dropout 0.1", "dropout 0")
+FLAGS = re.sub(r"--train-iters \d+ ", "", COMMON).replace("dropout 0.1", "dropout 0")
 PROMPT = "Count to 3:"
 
 
