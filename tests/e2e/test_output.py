@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.runs import MICRO, Outcome, evaluations, run, steps
+from tests.e2e.runs import MICRO, Outcome, evaluations, program, run, steps
 
 # The fields in the order in which Megatron-LM writes them.
 STEP_LINE = re.compile(
@@ -49,7 +49,7 @@ def outcome(folder: Path) -> Outcome:
         f"{MICRO} --train-iters {STEPS} --global-batch-size 8 --log-interval 3 --eval-iters 2 --eval-interval 4 "
         f"--metrics-file {folder}/metrics.jsonl --tensorboard-dir {folder}/tb --log-memory-to-tensorboard "
         "--log-throughput --log-params-norm --log-num-zeros-in-grad --timing-log-level 2 "
-        f"--timeline {folder}/timeline --profile --profile-step-start 2 --profile-step-end 4 "
+        f"--timeline {folder}/timeline "
         "--lr-decay-style linear --lr-warmup-iters 2 --data-parallel-sharding-strategy optim --overlap-grad-reduce "
         "--overlap-param-gather --ddp-bucket-size 5000 --log-memory --log-top-grad-norms 2",
         processes=2,
@@ -198,12 +198,15 @@ def test_the_largest_gradient_norms_are_told_with_each_log_line(outcome: Outcome
         assert all(f"{name}: {norm:.4f}" in line for name, norm in norms.items())
 
 
-def test_the_profile_covers_the_steps_asked_for(outcome: Outcome, folder: Path) -> None:
-    for rank in (0, 1):
-        trace = json.loads((folder / "tb" / f"rank_{rank}.json").read_text())
-        names = Counter(event.get("name") for event in trace["traceEvents"])
-        optimizer_steps = sum(count for name, count in names.items() if str(name).startswith("Optimizer.step"))
-        assert optimizer_steps == 2  # of steps 2 and 3
+def test_the_profile_covers_the_steps_asked_for(tmp_path: Path) -> None:
+    """In a process of its own: torch's profiler starts threads, which a fork doesn't bear at all times."""
+    flags = f"--train-iters 5 --profile --profile-step-start 2 --profile-step-end 4 --tensorboard-dir {tmp_path}"
+    outcome = program(f"{MICRO} {flags}")
+    trace = json.loads((tmp_path / "rank_0.json").read_text())
+    names = Counter(event.get("name") for event in trace["traceEvents"])
+    optimizer_steps = sum(count for name, count in names.items() if str(name).startswith("Optimizer.step"))
+    assert optimizer_steps == 2  # of steps 2 and 3
+    assert [line for line in outcome.err.splitlines() if line and "Profiler" not in line] == []
 
 
 def test_a_profile_that_the_end_of_the_run_cuts_short_is_written(tmp_path: Path) -> None:
@@ -242,9 +245,8 @@ def test_the_end_says_what_was_trained_how_fast_and_in_how_much_memory(outcome: 
     assert 100 < float(found[5]) < 1000  # torch alone takes more than the one, the model less than the rest
 
 
-def test_nothing_is_on_stderr_but_what_torchs_profiler_says(outcome: Outcome) -> None:
-    """Two processes write there at once, so its lines and their ends may come apart."""
-    assert [line for line in outcome.err.splitlines() if line and "Profiler" not in line] == []
+def test_nothing_is_on_stderr(outcome: Outcome) -> None:
+    assert outcome.err == ""
 
 
 def test_without_the_flags_there_are_no_timers_norms_or_zeros(tmp_path: Path) -> None:
