@@ -211,7 +211,7 @@ def test_the_profile_covers_the_steps_asked_for(tmp_path: Path) -> None:
 
 def test_a_profile_that_the_end_of_the_run_cuts_short_is_written(tmp_path: Path) -> None:
     flags = f"--train-iters 3 --profile --profile-step-start 2 --profile-step-end 9 --tensorboard-dir {tmp_path}"
-    run(f"{MICRO} {flags}")
+    program(f"{MICRO} {flags}")
     assert "traceEvents" in json.loads((tmp_path / "rank_0.json").read_text())
 
 
