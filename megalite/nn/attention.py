@@ -8,6 +8,7 @@ gets.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from megalite.nn.rotary import rotate
 from megalite.nn.tokens import Tokens
 
 
-class SelfAttention(ShardedModule):
+class SelfAttention(ShardedModule, ABC):
     """Projection to heads, attention, projection back. `prefix`: puts keys and values before those of the tokens.
 
     A subclass makes `linear_proj`, from all heads' values to the hidden size, and sets `cache_shapes`: [groups, width]
@@ -35,10 +36,10 @@ class SelfAttention(ShardedModule):
         self.core, self.layer, self.recompute = core, layer, build.recompute
         self.prefix: nn.Module | None = None
 
+    @abstractmethod
     def project(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         """`x` [s, b, h] → this rank's rotated queries [s, b, heads, d] and keys [s, b, groups, d], and values [s, b,
         groups, e], of the whole s."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """`x` [s, b, h] → [s, b, h], with sequence parallelism this rank's part of s."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
@@ -106,7 +107,7 @@ def _cuda_backend(asked: str, *, half: bool, masked: bool, drops: bool) -> Atten
     return AttentionBackend("sdpa", (), "the fastest kernel of scaled_dot_product_attention that fits" + note)
 
 
-class CoreAttention:
+class CoreAttention(ABC):
     """Softmax attention over this rank's heads, by one kernel: [s, b, heads, d] queries, [keys, b, groups, d] keys and
     [keys, b, groups, e] values → [s, b, heads · e]. Holds no parameters; one serves all layers. `tokens` has the mask
     that `mask` made. `layer`: global number, for dropout."""
@@ -122,8 +123,8 @@ class CoreAttention:
         """The mask that this kernel needs, for all layers: as `visibility`; None: it needs none."""
         return visibility(tokens.queries, tokens.keys or tokens.queries, self.window)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: int) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: int) -> Tensor: ...
 
 
 class UnfusedAttention(CoreAttention):
@@ -201,7 +202,11 @@ class VariableLengthAttention(ScaledDotProductAttention):
         return out.view(batch, length, -1).transpose(0, 1)
 
 
-_CORES = {"unfused": UnfusedAttention, "sdpa": ScaledDotProductAttention, "varlen": VariableLengthAttention}
+_CORES: dict[str, type[CoreAttention]] = {
+    "unfused": UnfusedAttention,
+    "sdpa": ScaledDotProductAttention,
+    "varlen": VariableLengthAttention,
+}
 
 
 def core_attention(build: Build, backend: AttentionBackend) -> CoreAttention:

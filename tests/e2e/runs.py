@@ -22,6 +22,7 @@ import time
 import uuid
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,14 +97,14 @@ class Outcome:
         return f"exit codes {self.codes} after {self.seconds:.1f} s\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
-class Started:
+class Started(ABC):
     """Processes of a run. `pids`: those that were started; they start others."""
 
     pids: list[int]
 
+    @abstractmethod
     def members(self) -> list[int]:
         """Process ids of all that are there: launcher, ranks, data-loader workers."""
-        raise NotImplementedError
 
     def remaining(self, seconds: float) -> list[int]:
         """Which processes are still there after up to `seconds`."""
@@ -297,6 +298,9 @@ def program(flags: str, processes: int = 1, *, timeout: float = 100.0, check: bo
     if check:
         assert outcome.code == 0, str(outcome)
     return outcome
+
+
+NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc: Linux has it")
 
 
 def living() -> Iterator[tuple[int, int, Path]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.token_files import random_documents, write_tokens
-from tests.e2e.runs import MICRO, MOCK, evaluations, run, steps, written
+from tests.e2e.runs import MICRO, MOCK, NEEDS_PROC, evaluations, run, steps, written
 
 PIPELINE = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 
@@ -43,7 +43,7 @@ def assert_level(usages: list[dict[str, int]], begin: int, growth_in_bytes: floa
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+@NEEDS_PROC
 def test_sixty_steps_with_evaluations_and_saves_leak_nothing_and_a_pipeline_keeps_step(tmp_path: Path) -> None:
     """Untied, a pipeline computes bit for bit what one process computes."""
     for name, layout, processes in (("one", "", 1), ("two", PIPELINE, 2)):
@@ -63,7 +63,7 @@ def test_sixty_steps_with_evaluations_and_saves_leak_nothing_and_a_pipeline_keep
     assert evaluations(two, exact=True) == evaluations(one, exact=True)
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+@NEEDS_PROC
 def test_whole_validations_leak_nothing(tmp_path: Path) -> None:
     """Each reads its split with a loader of its own."""
     prefix = write_tokens(tmp_path / "d", random_documents(20, low=10, high=40))

@@ -14,7 +14,7 @@ import pytest
 
 from megalite.data.indexed_dataset import IndexedDataset
 from tests.data.corpora import SAMPLES, write_jsonl
-from tests.e2e.runs import living
+from tests.e2e.runs import NEEDS_PROC, living
 from tests.helpers import call_script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -117,7 +117,7 @@ def test_a_reader_that_leaves_early_is_no_error_message(tmp_path: Path) -> None:
     assert process.returncode == 141
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes through /proc")
+@NEEDS_PROC
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_stopped_run_leaves_no_process_and_no_output(tmp_path: Path, number: int, status: int) -> None:
     source = write_jsonl(tmp_path / "c.jsonl", ["1 2 3 " * 50_000] * 100)
@@ -144,7 +144,7 @@ def test_a_stopped_run_leaves_no_process_and_no_output(tmp_path: Path, number: i
         assert list(tmp_path.glob("o*")) == []
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes through /proc")
+@NEEDS_PROC
 def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "c.jsonl", ["1 2 3 " * 50_000] * 100)
     words = ("--input", source, "--output-prefix", tmp_path / "o", *NULL, "--workers", 2, "--log-interval", 1)
