@@ -84,9 +84,9 @@ class AdapterPlan:
     ) -> None:
         """Write `directory` in PEFT's format from the trained parameters' pieces. Collective over the world.
 
-        `base`: the model's Hugging Face folder, where known. `class_names`: a classifier's, in order. `beside`: the files
-        of tokenizer, chat template and generation settings that the model was trained with, as PEFT's users keep them
-        there. All ranks raise the same error where it can't be written.
+        `base`: the model's Hugging Face folder, where known. `class_names`: a classifier's, in order. `beside`: the
+        files of tokenizer, chat template and generation settings that the model was trained with, as PEFT's users keep
+        them there. All ranks raise the same error where it can't be written.
         """
         values = gather(pieces, mesh)
 
