@@ -7,7 +7,7 @@ the parameter in the model, and layers are keyed by their global number, so no n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from megalite.distributed.pieces import Piece, whole
 from megalite.nn.gradients import WeightGradients
 from megalite.nn.recompute import Recompute
 from megalite.precision.policy import Precision
+from megalite.precision.products import Products, Role
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,18 @@ class Build:
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     recompute: Recompute = field(default_factory=Recompute)
     without_values: bool = False
+
+    def in_layer(self, number: int) -> Build:
+        """This, for a layer, counted from 0: some may be kept out of eight bits."""
+        fp8 = self.precision.fp8
+        if fp8 is None or fp8.covers(number, self.config.num_layers):
+            return self
+        return replace(self, precision=replace(self.precision, fp8=None))
+
+    def products(self, cut: tuple[Role, ...]) -> Products:
+        """The matrix products of a linear layer, of which ranks hold different parts of the factors in `cut`."""
+        mesh = self.mesh  # a weight whose values come and go isn't kept in a second form
+        return self.precision.products(mesh.tp, cut, mesh.device, keep_weight=not self.without_values)
 
     def place(self, stages: tuple[int, ...] | None = None) -> Place:
         """Where this rank's parameters lie."""

@@ -8,7 +8,7 @@ decided from one global number that every rank holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,13 +51,15 @@ class Optimizer:
         config: OptimizerConfig,
         sharding: Sharding | None = None,
         transport: Transport | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ):
-        """`transport`: for the data-parallel collectives, in place of the plain one."""
+        """`transport`: for the data-parallel collectives, in place of the plain one. `on_change`: called whenever
+        parameters got other values."""
         self.config, self.mesh, self.precision = config, mesh, precision
         self.sharding = sharding = sharding or Sharding()
         self.buckets = build_buckets(units, mesh, precision, sharding)
         self.names = global_names(self.buckets, mesh)
-        self.transport = transport or Transport()
+        self.transport, self._on_change = transport or Transport(), on_change
         self.reducer = GradientReducer(self.buckets, units, self.transport, precision, sharding)
         kind = UnitGatherer if sharding.parameters else WholeGatherer
         self.gatherer: WholeGatherer | UnitGatherer = kind(self.buckets, self.transport, units, sharding)
@@ -177,6 +179,7 @@ class Optimizer:
         for segment in self.segments:
             if segment.is_copy:
                 segment.parameters.copy_(segment.main.detach(), non_blocking=True)
+        self._on_change()
         self.gatherer.updated()
 
     def finish_gathers(self) -> None:
@@ -190,6 +193,7 @@ class Optimizer:
             for segment in self.segments:
                 if segment.is_copy:
                     segment.main.detach().copy_(segment.parameters)
+        self._on_change()
         self.gatherer.parameters_changed()
 
     def named_state(self) -> Iterator[tuple[str, Piece]]:

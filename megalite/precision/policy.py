@@ -11,34 +11,40 @@ from dataclasses import dataclass
 import torch
 
 from megalite.config.schema import PrecisionConfig
-from megalite.precision.products import Products
+from megalite.distributed.mesh import Group
+from megalite.precision.fp8 import Fp8, Fp8Products
+from megalite.precision.products import Products, Role
 
 
 @dataclass(frozen=True)
 class Precision:
     """`compute`: parameters and activations. `wide`: main gradients, softmax, rotary tables, loss, main parameters.
-    `reduce`: gradients while they are summed over data-parallel ranks."""
+    `reduce`: gradients while they are summed over data-parallel ranks. `fp8`: how linear layers compute in eight bits;
+    None: in the compute dtype, as the output layer, adapters and heads always do."""
 
     compute: torch.dtype
     wide: torch.dtype
     reduce: torch.dtype
     name: str
+    fp8: Fp8 | None = None
 
     @classmethod
-    def from_config(cls, config: PrecisionConfig) -> Precision:
-        """The policy of a checked configuration."""
+    def from_config(cls, config: PrecisionConfig, fp8: Fp8 | None = None) -> Precision:
+        """The policy of a checked configuration. `fp8`: only training computes in eight bits."""
         reduce = torch.bfloat16 if config.grad_reduce_in_bf16 else torch.float32
         if config.fp64:
-            return cls(torch.float64, torch.float64, torch.float64, "fp64")
+            return cls(torch.float64, torch.float64, torch.float64, "fp64", fp8)
         if config.bf16:
-            return cls(torch.bfloat16, torch.float32, reduce, "bf16")
+            return cls(torch.bfloat16, torch.float32, reduce, "bf16", fp8)
         if config.fp16:
-            return cls(torch.float16, torch.float32, reduce, "fp16")
-        return cls(torch.float32, torch.float32, reduce, "fp32")
+            return cls(torch.float16, torch.float32, reduce, "fp16", fp8)
+        return cls(torch.float32, torch.float32, reduce, "fp32", fp8)
 
-    def products(self) -> Products:
-        """The matrix products of one linear layer."""
-        return Products()
+    def products(self, group: Group, cut: tuple[Role, ...], device: torch.device, *, keep_weight: bool) -> Products:
+        """The matrix products of one linear layer. The arguments are those of `Fp8Products`."""
+        if self.fp8 is None:
+            return Products()
+        return Fp8Products(self.fp8, self.wide, device, group, cut, keep_weight=keep_weight)
 
     @property
     def needs_main_parameters(self) -> bool:

@@ -90,6 +90,7 @@ class Trainer:
         tokens = counted.clamp(min=1).to(torch.float64)
         with self.timers.section("forward-backward"):
             self.optimizer.begin_step(len(microbatches))
+            self.model.scaling.begin_step()
             state = self.progress.state
             key = random.fold(state.dropout_seed, "dropout")
             if self.mesh.device.type == "cuda":
@@ -118,6 +119,7 @@ class Trainer:
                     weight_decay=schedule.weight_decay(state.schedule_samples),
                     loss_scale=loss_scale,
                 )
+                self.model.scaling.end_step()
             state.schedule_samples += samples
         self.progress.scaler.update(finite)
         state.iteration += 1

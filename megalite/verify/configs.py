@@ -19,7 +19,9 @@ def for_proof(config: RunConfig, steps: int) -> RunConfig:
     """The same computation in float64 on CPUs, one thread a rank, from the same weights; it resumes and writes
     nothing."""
     config = copy.deepcopy(config)
-    config.precision = replace(config.precision, bf16=False, fp16=False, fp64=True, grad_reduce_in_bf16=False)
+    config.precision = replace(
+        config.precision, bf16=False, fp16=False, fp64=True, grad_reduce_in_bf16=False, fp8_backend="auto"
+    )
     config.layout.device, config.layout.threads_per_rank, config.layout.distributed_backend = "cpu", 1, None
     for field in all_fields().values():
         if field.writes:
