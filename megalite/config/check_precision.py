@@ -34,10 +34,9 @@ def _fp8_problems(config: RunConfig) -> Iterator[str]:
     fp8 = [path for path in all_fields() if path.startswith("precision.fp8_")]
     yield from needs(config, wanted, "--fp8-format", *fp8, "precision.first_last_layers_bf16")
     yield from needs(config, precision.first_last_layers_bf16, "--first-last-layers-bf16", *_IN_BF16)
-    if precision.fp8_param_gather and not shards(config):
-        yield "--fp8-param-gather needs --use-distributed-optimizer"
     if not wanted:
         return
+    yield from _gather_problems(config)
     yield from needs(config, precision.fp8_recipe == "delayed", "--fp8-recipe delayed", *_DELAYED)
     start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     if precision.first_last_layers_bf16 and layers is not None and start + end >= layers:
@@ -51,6 +50,23 @@ def _fp8_problems(config: RunConfig) -> Iterator[str]:
             f"--fp8-recipe {recipe} with --tensor-model-parallel-size {tp}: a rank has {width} {what}, which isn't a "
             f"multiple of the {FP8_BLOCKS[recipe]} that share a scale; change the size, or use --fp8-recipe tensorwise"
         )
+
+
+def _gather_problems(config: RunConfig) -> Iterator[str]:
+    if not config.precision.fp8_param_gather:
+        return
+    recipe = config.precision.fp8_recipe
+    if not shards(config):
+        yield "--fp8-param-gather needs --use-distributed-optimizer or a --data-parallel-sharding-strategy"
+    if recipe in FP8_BLOCKS:
+        yield (
+            f"--fp8-param-gather can't be used with --fp8-recipe {recipe}, whose blocks don't end where ranks' shards "
+            "do: use delayed or tensorwise"
+        )
+    if config.peft.peft != "none":
+        yield f"--fp8-param-gather can't be used with --peft {config.peft.peft}: frozen weights aren't gathered"
+    if config.optimizer.optimizer_cpu_offload:
+        yield "--fp8-param-gather can't be used with --optimizer-cpu-offload"
 
 
 def cut_blocks(model: ModelConfig, recipe: str, tp: int) -> list[tuple[str, int]]:

@@ -229,7 +229,7 @@ class PrecisionConfig:
     fp8_amax_compute_algo: str = flag(
         "most_recent", "which of these maxima delayed scaling takes", choices=("most_recent", "max")
     )
-    fp8_param_gather: bool = flag(False, "gather parameters in FP8", planned="FP8")
+    fp8_param_gather: bool = flag(False, "store and gather the weights of FP8 layers in FP8")
     first_last_layers_bf16: bool = flag(False, "some first and last layers compute without FP8")
     num_layers_at_start_in_bf16: int = flag(1, "first layers of --first-last-layers-bf16", bound=NOT_NEGATIVE)
     num_layers_at_end_in_bf16: int = flag(1, "last layers of --first-last-layers-bf16", bound=NOT_NEGATIVE)

@@ -168,7 +168,7 @@ class ParallelLinear(ShardedModule):
         super().__init__()
         self.group, self.sequence_parallel = build.mesh.tp, build.mesh.layout.sequence_parallel
         self.gradients, self.products = build.weight_gradients, build.products(cut)
-        self.weight = self.add_parameter("weight", weight, build)
+        self.weight = self.add_parameter("weight", weight, build, build.precision.weight)
         self.bias = None if bias is None else self.add_parameter("bias", bias, build)
         self.lora: nn.Module | None = None
 

@@ -46,8 +46,7 @@ class Build:
 
     def products(self, cut: tuple[Role, ...]) -> Products:
         """The matrix products of a linear layer, of which ranks hold different parts of the factors in `cut`."""
-        mesh = self.mesh  # a weight whose values come and go isn't kept in a second form
-        return self.precision.products(mesh.tp, cut, mesh.device, keep_weight=not self.without_values)
+        return self.precision.products(self.mesh.tp, cut, self.mesh.device)
 
     def place(self, stages: tuple[int, ...] | None = None) -> Place:
         """Where this rank's parameters lie."""
@@ -61,9 +60,11 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.param_specs: dict[str, ParamSpec] = {}
 
-    def add_parameter(self, name: str, spec: ParamSpec, build: Build) -> nn.Parameter:
-        """Register an uninitialised parameter of the spec's local shape, in the compute dtype on the mesh's device."""
-        parameter = nn.Parameter(torch.empty(spec.local_shape, dtype=build.precision.compute, device=build.mesh.device))
+    def add_parameter(self, name: str, spec: ParamSpec, build: Build, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """Register an uninitialised parameter of the spec's local shape, in the compute dtype or another, on the mesh's
+        device."""
+        dtype = dtype or build.precision.compute
+        parameter = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=build.mesh.device))
         if build.without_values:
             parameter.untyped_storage().resize_(0)
         self.register_parameter(name, parameter)

@@ -48,6 +48,11 @@ class Segment:
         return self.main.grad
 
     @property
+    def in_eight_bits(self) -> bool:
+        """Whether the bucket's own parameters are, which then have no meaning without their scales."""
+        return self.parameters.element_size() == 1
+
+    @property
     def is_copy(self) -> bool:
         """Whether `main` is apart from the bucket's parameters."""
         return self.main.data_ptr() != self.parameters.data_ptr()
@@ -81,7 +86,7 @@ def _main(bucket: Bucket, start: int, stop: int, on_host: bool, precision: Preci
         pinned = parameters.is_cuda  # copies from pinned memory run beside the device's work
         main = torch.empty(stop - start, dtype=precision.wide, pin_memory=pinned).copy_(parameters)
         gradient = torch.empty(stop - start, dtype=precision.wide, pin_memory=pinned)
-    elif precision.needs_main_parameters:
+    elif parameters.dtype != precision.wide:
         main = parameters.to(precision.wide)
     result = nn.Parameter(main, requires_grad=False)
     result.grad = gradient

@@ -10,7 +10,7 @@ numbers don't depend on the layout. Delayed scaling looks at earlier steps inste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
@@ -24,7 +24,7 @@ from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.param_spec import ParamSpec, Place, replicated
 from megalite.distributed.pieces import Piece, whole
 from megalite.precision.backends import Backend, choose
-from megalite.precision.formats import E4M3, E5M2, FloatFormat
+from megalite.precision.formats import E4M3, E5M2, FloatFormat, cast
 from megalite.precision.products import Factor, Products, Role
 from megalite.precision.scaling import RECIPES, Block, Quantized, Recipe, amax_of, quantize, quantize_blocks, scale_of
 
@@ -35,7 +35,8 @@ ROLES: tuple[Role, ...] = get_args(Role)
 class Fp8:
     """How linear layers compute in eight bits. `gradients`: the format of output gradients; all else is E4M3. `margin`:
     powers of two that delayed scaling leaves unused. `length`: steps in its history, of which it takes the `largest` or
-    the last. `edges`: layers at the start and at the end of the model that stay in the compute dtype."""
+    the last. `edges`: layers at the start and at the end of the model that stay in the compute dtype. `stores`: weights
+    are stored in eight bits, and so gathered. `keeps`: a quantised weight stays for the step's other microbatches."""
 
     recipe: Recipe
     gradients: FloatFormat
@@ -43,10 +44,12 @@ class Fp8:
     length: int
     largest: bool
     edges: tuple[int, int]
+    stores: bool
+    keeps: bool
     backend: Backend
 
     @classmethod
-    def from_config(cls, config: PrecisionConfig, device: torch.device) -> Fp8 | None:
+    def from_config(cls, config: PrecisionConfig, device: torch.device, *, keeps: bool = True) -> Fp8 | None:
         """Of a checked configuration; None without --fp8-format."""
         if config.fp8_format is None:
             return None
@@ -60,6 +63,8 @@ class Fp8:
             config.fp8_amax_history_len,
             config.fp8_amax_compute_algo == "max",
             (start, end) if config.first_last_layers_bf16 else (0, 0),
+            config.fp8_param_gather,
+            keeps,
             backend,
         )
 
@@ -92,9 +97,9 @@ class _QuantizedFactor(Factor):
 class Fp8Products(Products):
     """Of one layer.
 
-    `cut`: the roles of which tensor-parallel ranks (`group`) hold different parts. `keep_weight`: whether a quantised
-    weight may stay for the next microbatch. `history`: wide [roles, steps], amax of earlier steps, the newest first;
-    zeros where there was none. `now`: wide [roles], amax of this step so far.
+    `cut`: the roles of which tensor-parallel ranks (`group`) hold different parts. `history`: wide [roles, steps], amax
+    of earlier steps, the newest first; zeros where there was none. `now`: wide [roles], amax of this step so far; a
+    weight's is of its present values, whenever they were quantised.
     """
 
     def __init__(
@@ -104,14 +109,17 @@ class Fp8Products(Products):
         device: torch.device,
         group: Group,
         cut: tuple[Role, ...],
-        *,
-        keep_weight: bool,
     ):
-        self.fp8, self.wide, self.group, self.cut, self._keeps = fp8, wide, group, cut, keep_weight
+        self.fp8, self.wide, self.group, self.cut = fp8, wide, group, cut
         self.history = torch.zeros(len(ROLES), fp8.length, dtype=wide, device=device)
         self.now = torch.zeros(len(ROLES), dtype=wide, device=device)
         self.has_history = False
         self._weight: _QuantizedFactor | None = None
+        self._stored: Tensor | None = None
+
+    def begin_step(self) -> None:
+        """Forget what was measured of inputs and gradients, as in an evaluation."""
+        self.now[0], self.now[2] = 0.0, 0.0
 
     def append(self, amax: Tensor) -> None:
         """Take a step's maxima, wide [roles], into the history."""
@@ -120,7 +128,12 @@ class Fp8Products(Products):
 
     def forget_weight(self) -> None:
         """The weight has other values."""
-        self._weight = None
+        self._weight, self.now[1] = None, 0.0
+
+    def store_weight(self, amax: Tensor) -> Tensor:
+        """The scale, wide [], of a weight that is stored in eight bits: `amax` is of all its parts."""
+        self._stored = self._scale("weight", amax, E4M3)
+        return self._stored
 
     def format_of(self, role: Role) -> FloatFormat:
         return self.fp8.gradients if role == "gradient" else E4M3
@@ -173,7 +186,9 @@ class Fp8Products(Products):
         if self._weight is not None:
             return self._weight
         factor = _QuantizedFactor(matrix.detach(), self, "weight")
-        if self._keeps:
+        if self._stored is not None:
+            factor.over_columns = Quantized(factor.flat, self._stored.view(1, 1), (matrix.shape[0], matrix.shape[1]))
+        if self.fp8.keeps:
             self._weight = factor
         return factor
 
@@ -213,16 +228,33 @@ class Fp8Scaling:
     def begin_step(self) -> None:
         """Before a step's first forward."""
         for products in self._delayed:
-            products.now.zero_()  # an evaluation measured too
+            products.begin_step()
 
     def end_step(self) -> None:
-        """After an update. Collective over the ranks of the stage: delayed scaling takes the maxima of all."""
-        if not self._delayed:
+        """Before an update: take the step's maxima into the histories. Collective over the ranks of the stage."""
+        if self._delayed:
+            maxima = self._of_all_ranks([products.now for products in self._delayed])
+            for products, amax in zip(self._delayed, maxima, strict=True):
+                products.append(amax)
+
+    def _of_all_ranks(self, amaxes: Sequence[Tensor]) -> Tensor:
+        """The largest over the ranks of the stage, stacked."""
+        return all_reduce(all_reduce(torch.stack(list(amaxes)), self._mesh.tp, "max"), self._mesh.dp_cp, "max")
+
+    def store_weights(self, pieces: Sequence[tuple[str, Tensor, Tensor]]) -> None:
+        """Round pieces of weights: (global name, wide values, elements in eight bits to fill). Collective over the
+        ranks of the stage, which share a weight's scale."""
+        stored = {name: products for name, products in self.layers.items() if products.fp8.stores}
+        if not stored:
             return
-        maxima = torch.stack([products.now for products in self._delayed])
-        all_reduce(all_reduce(maxima, self._mesh.tp, "max"), self._mesh.dp_cp, "max")
-        for products, amax in zip(self._delayed, maxima, strict=True):
-            products.append(amax)
+        first = next(iter(stored.values())).now
+        amaxes = dict.fromkeys(stored, first.new_zeros(()))
+        for name, values, _ in pieces:
+            amaxes[name] = torch.maximum(amaxes[name], amax_of(values, first.dtype))
+        largest = self._of_all_ranks(list(amaxes.values()))
+        scales = {name: stored[name].store_weight(amax) for name, amax in zip(stored, largest, strict=True)}
+        for name, values, elements in pieces:
+            elements.copy_(cast(values / scales[name], E4M3))
 
     def parameters_changed(self) -> None:
         """Weights have other values."""

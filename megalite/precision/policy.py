@@ -12,6 +12,7 @@ import torch
 
 from megalite.config.schema import PrecisionConfig
 from megalite.distributed.mesh import Group
+from megalite.precision.formats import E4M3
 from megalite.precision.fp8 import Fp8, Fp8Products
 from megalite.precision.products import Products, Role
 
@@ -40,11 +41,16 @@ class Precision:
             return cls(torch.float16, torch.float32, reduce, "fp16", fp8)
         return cls(torch.float32, torch.float32, reduce, "fp32", fp8)
 
-    def products(self, group: Group, cut: tuple[Role, ...], device: torch.device, *, keep_weight: bool) -> Products:
+    def products(self, group: Group, cut: tuple[Role, ...], device: torch.device) -> Products:
         """The matrix products of one linear layer. The arguments are those of `Fp8Products`."""
         if self.fp8 is None:
             return Products()
-        return Fp8Products(self.fp8, self.wide, device, group, cut, keep_weight=keep_weight)
+        return Fp8Products(self.fp8, self.wide, device, group, cut)
+
+    @property
+    def weight(self) -> torch.dtype:
+        """Of the weights of linear layers."""
+        return E4M3.dtype if self.fp8 is not None and self.fp8.stores else self.compute
 
     @property
     def needs_main_parameters(self) -> bool:

@@ -100,10 +100,12 @@ def build_model(
 ) -> TrainedModel:
     """Build and initialise a rank's part. `transport`: for the optimizer's data-parallel collectives, in place of the
     mesh's own. Collective over the world."""
-    precision = Precision.from_config(config.precision, Fp8.from_config(config.precision, mesh.device))
     sharding = Sharding.from_config(config.layout, config.optimizer, mesh.dp_cp.size)
-    # Sharded parameters get values from their shards; frozen ones are not sharded.
-    without_values = sharding.parameters and config.peft.peft == "none"
+    come_and_go = sharding.parameters and config.peft.peft == "none"  # frozen ones are not sharded
+    fp8 = Fp8.from_config(config.precision, mesh.device, keeps=not come_and_go)
+    precision = Precision.from_config(config.precision, fp8)
+    # Sharded parameters get values from their shards, those stored in eight bits from main parameters.
+    without_values = come_and_go or config.precision.fp8_param_gather
     outputs = None if classes is None else len(classes)
     stages = build_stages(config, mesh, precision, vocab_size, backend, outputs, without_values=without_values)
     folder, seed = config.finetune.load_hf, config.training.seed
@@ -115,8 +117,7 @@ def build_model(
         adapter = plan_adapter(config.peft, config.model, vocab_size, mesh.world, outputs)
         adapter.apply(stages, mesh=mesh, precision=precision, seed=seed)
     scaling = Fp8Scaling(dict(_eight_bit_layers(stages)), mesh)
-    told = scaling.parameters_changed
-    optimizer = Optimizer(units_of(stages), mesh, precision, config.optimizer, sharding, transport, on_change=told)
+    optimizer = Optimizer(units_of(stages), mesh, precision, config.optimizer, sharding, transport, scaling)
     if without_values:
         _initialize(optimizer.parameter_pieces().values(), from_base, seed)
         optimizer.parameters_loaded(with_state=False)

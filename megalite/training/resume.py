@@ -183,10 +183,10 @@ def save(model: TrainedModel, progress: Progress, root: str, *, retain: Retentio
 def _named_by_source(pieces: Iterable[Piece], directory: CheckpointDirectory, model: TrainedModel) -> Iterator[Piece]:
     """Pieces named by the stored entries that fill them: a wide weight takes a half-precision run's main parameter, and
     a main parameter takes a wide run's weight."""
-    stored, half = set(stored_tensors(directory)), model.precision.needs_main_parameters
+    stored, wide = set(stored_tensors(directory)), model.precision.wide
     for piece in pieces:
         key, main = piece.name, piece.name.replace("model.", "optimizer.main.", 1)
-        if key.startswith("model.") and not half and main in stored:
+        if key.startswith("model.") and piece.flat.dtype == wide and main in stored:
             key = main
         elif key.startswith("optimizer.main.") and key not in stored:
             key = key.replace("optimizer.main.", "model.", 1)

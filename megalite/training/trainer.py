@@ -111,6 +111,7 @@ class Trainer:
         zeros = self.optimizer.count_zeros() if self.config.logging.log_num_zeros_in_grad else None
         largest = self._largest_norms(loss_scale)
         if finite:
+            self.model.scaling.end_step()
             with self.timers.section("optimizer"):
                 self.optimizer.step(
                     result,
@@ -119,7 +120,6 @@ class Trainer:
                     weight_decay=schedule.weight_decay(state.schedule_samples),
                     loss_scale=loss_scale,
                 )
-                self.model.scaling.end_step()
             state.schedule_samples += samples
         self.progress.scaler.update(finite)
         state.iteration += 1

@@ -49,6 +49,7 @@ def _starting_weights(given: CheckpointConfig) -> CheckpointConfig:
 def on_one_process(config: RunConfig) -> RunConfig:
     """Without any layout, schedule or recompute: the truth."""
     config = copy.deepcopy(config)
+    config.precision.fp8_param_gather = False  # there are no shards to gather
     kept = {name: getattr(config.layout, name) for name in WHERE_NOT_HOW}
     config.layout = LayoutConfig(**kept)
     for field in fields(config.training):

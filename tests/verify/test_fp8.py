@@ -51,6 +51,22 @@ def test_a_delayed_scale_follows_the_largest_amax_of_all_ranks_in_its_history(po
     assert _worst(pool, config, variant, steps=6) <= TOLERANCE
 
 
+GATHERED = [
+    Variant(tp=2, dp=2, sharding="optim"),
+    Variant(dp=2, sharding="optim_grads"),
+    Variant(pp=2, schedule="1f1b", dp=2, sharding="optim_grads_params"),
+]
+
+
+@pytest.mark.parametrize("variant", GATHERED, ids=str)
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_weights_that_are_stored_and_gathered_in_eight_bits_are_those_of_one_process(
+    pool: ProcessPool, recipe: str, variant: Variant
+) -> None:
+    """One process rounds weights when it uses them."""
+    assert _worst(pool, _network(variant, recipe, fp8_param_gather=True), variant) <= TOLERANCE
+
+
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
