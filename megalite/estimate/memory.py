@@ -17,7 +17,8 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank. `local_parameters`: of the rank's part of the model, before sharding."""
+    """Bytes on one rank. `local_parameters`: of the rank's part of the model, before sharding. `fp8_weights`: what is
+    kept of them in eight bits besides, from the first forward after an update on."""
 
     local_parameters: int
     parameters: int
@@ -25,6 +26,7 @@ class MemoryEstimate:
     main_parameters: int
     moments: int
     activations: int
+    fp8_weights: int = 0
 
     @property
     def state(self) -> int:
@@ -33,7 +35,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        return self.state + self.activations
+        return self.state + self.activations + self.fp8_weights
 
 
 def machine_memory() -> int:
@@ -56,13 +58,14 @@ def estimate_memory(
     activations: int,
     ranks: int = 1,
     frozen: int = 0,
+    fp8: int = 0,
 ) -> MemoryEstimate:
     """Prediction for a rank whose part of the model has `local_parameters`, shared out among `ranks` data-parallel
     ranks as the resolved configuration says (Rajbhandari et al. 2020). Padding is left out.
 
     In half precision that is 18 bytes a parameter without sharding, 6 + 12/d, 2 + 16/d, 18/d with the three stages.
     `activations`: the rank's bytes of them at their most. `frozen`: how many of the parameters aren't trained; they
-    have no state and aren't shared out.
+    have no state and aren't shared out. `fp8`: how many are of layers that compute in FP8.
     """
     compute, wide = compute_bytes(config), wide_bytes(config)
     moments = 2 if config.optimizer.optimizer == "adam" else 1
@@ -70,13 +73,17 @@ def estimate_memory(
     trained = local_parameters - frozen
     share = -(-trained // ranks)
     state = share if stage >= 1 else trained
+    stored = fp8 if config.precision.fp8_param_gather else 0
+    held = frozen + (share if stage >= 3 else trained)
+    kept = 0 if stage >= 3 and not frozen else 2 * fp8 - stored  # as rows and as columns
     return MemoryEstimate(
         local_parameters=local_parameters,
-        parameters=compute * (frozen + (share if stage >= 3 else trained)),
+        parameters=compute * held - (compute - 1) * (-(-stored // ranks) if stage >= 3 else stored),
         main_gradients=wide * (share if stage >= 2 else trained),
-        main_parameters=wide * state if compute != wide else 0,
+        main_parameters=wide * (state if compute != wide else -(-stored // ranks)),
         moments=moments * wide * state,
         activations=activations,
+        fp8_weights=kept,
     )
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch import nn
+
 from megalite.config.schema import RunConfig
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece, whole
@@ -116,7 +118,7 @@ def build_model(
     if config.peft.peft != "none":
         adapter = plan_adapter(config.peft, config.model, vocab_size, mesh.world, outputs)
         adapter.apply(stages, mesh=mesh, precision=precision, seed=seed)
-    scaling = Fp8Scaling(dict(_eight_bit_layers(stages)), mesh)
+    scaling = Fp8Scaling({name: products for name, _, products in fp8_weights(stages)}, mesh)
     optimizer = Optimizer(units_of(stages), mesh, precision, config.optimizer, sharding, transport, scaling)
     if without_values:
         _initialize(optimizer.parameter_pieces().values(), from_base, seed)
@@ -124,12 +126,12 @@ def build_model(
     return TrainedModel(config, mesh, precision, vocab_size, classes, stages, adapter, optimizer, scaling, from_base)
 
 
-def _eight_bit_layers(stages: Iterable[GPTStage]) -> Iterator[tuple[str, Fp8Products]]:
-    """(global name of the weight, products) of the layers that compute in eight bits."""
+def fp8_weights(stages: Iterable[GPTStage]) -> Iterator[tuple[str, nn.Parameter, Fp8Products]]:
+    """(global name, weight, products) of the linear layers that compute in FP8."""
     for stage in stages:
         for name, module in stage.named_modules():
             if isinstance(module, ParallelLinear) and isinstance(module.products, Fp8Products):
-                yield f"{name}.weight", module.products
+                yield f"{name}.weight", module.weight, module.products
 
 
 def _initialize(pieces: Iterable[Piece], loaded: set[str], seed: int) -> None:

@@ -111,7 +111,9 @@ def prepare(
         loaders=_loaders(),
     )
     prepared = prepare_config(config, environment, notes)
-    stages = memory_by_stage(prepared.config, prepared.vocab_size, prepared.backend, environment.world_size)
+    stages = memory_by_stage(
+        prepared.config, prepared.vocab_size, prepared.backend, environment.world_size, prepared.device
+    )
     memory = check_memory(stages, prepared.config, environment, prepared.device)
     return replace(prepared, notes=[*prepared.notes, *memory])
 
