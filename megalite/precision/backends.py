@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from megalite.config.errors import FlagError
+from megalite.config.errors import refuse
 from megalite.config.schema import PrecisionConfig
 from megalite.precision import scaling
 from megalite.precision.formats import FloatFormat
@@ -250,15 +250,20 @@ def problem(name: str, config: PrecisionConfig, device: torch.device) -> str | N
     )
 
 
+def check_fp8_backend(config: PrecisionConfig, device: torch.device) -> list[str]:
+    """What stands against --fp8-backend on this rank's device."""
+    name = config.fp8_backend
+    why = None if config.fp8_format is None or name == "auto" else problem(name, config, device)
+    return [f"--fp8-backend {name} {why}; use auto"] if why else []
+
+
 def choose(config: PrecisionConfig, device: torch.device) -> tuple[Backend, str]:
     """The back end that --fp8-backend names, or with `auto` the first that can of te, torch and emulated, and one line
     that says which and why. Raises FlagError where a named one can't."""
-    wanted, recipe = config.fp8_backend, RECIPES[config.fp8_recipe]
-    names = ["te", "torch", "emulated"] if wanted == "auto" else [wanted]
+    refuse(check_fp8_backend(config, device))
+    names = ["te", "torch", "emulated"] if config.fp8_backend == "auto" else [config.fp8_backend]
     found = {name: problem(name, config, device) for name in names}
-    if wanted != "auto" and found[wanted]:
-        raise FlagError(f"--fp8-backend {wanted} {found[wanted]}; use auto")
-    name = next(name for name in names if found[name] is None)
+    name, recipe = next(name for name in names if found[name] is None), RECIPES[config.fp8_recipe]
     passed = "; ".join(f"{other} {found[other]}" for other in names[: names.index(name)])
     why = f"{name}, since {passed}" if passed else name
     if name == "te":
