@@ -26,7 +26,7 @@ from megalite.distributed.pieces import Piece, whole
 from megalite.precision.backends import Backend, choose
 from megalite.precision.formats import E4M3, E5M2, FloatFormat, cast
 from megalite.precision.products import Factor, Products, Role
-from megalite.precision.scaling import RECIPES, Block, Quantized, Recipe, amax_of, quantize, quantize_blocks, scale_of
+from megalite.precision.scaling import RECIPES, Block, Quantized, Recipe, amax_of, scale_of
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -47,6 +47,7 @@ class Fp8:
     stores: bool
     keeps: bool
     backend: Backend
+    description: str
 
     @classmethod
     def from_config(cls, config: PrecisionConfig, device: torch.device, *, keeps: bool = True) -> Fp8 | None:
@@ -54,7 +55,7 @@ class Fp8:
         if config.fp8_format is None:
             return None
         recipe = RECIPES[config.fp8_recipe]
-        backend, _ = choose(config, device)
+        backend, why = choose(config, device)
         start, end = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
         return cls(
             recipe,
@@ -66,6 +67,7 @@ class Fp8:
             config.fp8_param_gather,
             keeps,
             backend,
+            f"FP8: {config.fp8_format}, scaled {config.fp8_recipe}, products by {why}",
         )
 
     def covers(self, layer: int, layers: int) -> bool:
@@ -145,8 +147,8 @@ class Fp8Products(Products):
         """`x` [m, k], for a product that sums over k."""
         target, block = self.format_of(role), self.block_of(role)
         if block is not None:
-            return quantize_blocks(x, self.fp8.recipe, target, block, self.wide)
-        return quantize(x, self._scale(role, amax_of(x, self.wide), target), target)
+            return self.fp8.backend.quantize_blocks(x, self.fp8.recipe, target, block, self.wide)
+        return self.fp8.backend.quantize(x, self._scale(role, amax_of(x, self.wide), target), target)
 
     def _scale(self, role: Role, amax: Tensor, target: FloatFormat) -> Tensor:
         """Of a whole tensor of this amax, wide []."""
@@ -172,7 +174,7 @@ class Fp8Products(Products):
         whole = factor.over_columns
         data = whole.data
         if part.shape != factor.tensor.shape:
-            data = quantize(part.flatten(0, -2), whole.scale, self.format_of(factor.role)).data
+            data = self.fp8.backend.quantize(part.flatten(0, -2), whole.scale, self.format_of(factor.role)).data
         return data.view(part.shape).view(torch.uint8), whole.scale
 
     def restore(self, role: Role, tensor: Tensor, *rest: Tensor) -> _QuantizedFactor:

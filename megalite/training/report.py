@@ -181,6 +181,7 @@ def opening_block(model: TrainedModel, datasets: Datasets, *, threads: int, iter
         *_fp8_lines(model),
         f"precision: {model.precision.name}; attention: {backend.kernel} ({backend.reason}); "
         f"norm: torch {config.model.normalization}; optimizer: {model.optimizer.description}",
+        *([model.precision.fp8.description] if model.precision.fp8 else []),
         f"batch: {training.global_batch_size} sequences of {'up to ' if short else ''}{config.data.seq_length} tokens "
         f"a step, micro batch {training.micro_batch_size}; {of:,} steps, starting after {iteration:,}",
         *(f"data: {summary.line()}" for summary in datasets.summaries),
