@@ -21,7 +21,6 @@ from megalite.nn.embedding import padded_vocabulary
 from megalite.peft.apply import apply_peft, owned_parameters
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.timeline import peak_live
-from megalite.precision.backends import choose
 from megalite.precision.fp8 import Fp8
 from megalite.precision.policy import Precision
 from megalite.training.executor import LoweredSchedules
@@ -157,19 +156,6 @@ def _layout_line(config: RunConfig, mesh: Mesh, threads: int) -> str:
     return f"layout: {sizes} on {mesh.device.type}, {threads} threads each{extra}"
 
 
-def _fp8_lines(model: TrainedModel) -> list[str]:
-    if model.config.precision.fp8_format is None:
-        return []
-    precision, layers = model.config.precision, model.config.model.num_layers
-    backend, reason = choose(precision, model.mesh.device)
-    fp8 = model.precision.fp8
-    covered = sum(fp8 is not None and fp8.covers(layer, layers) for layer in range(layers))
-    return [
-        f"FP8: {precision.fp8_format}, {precision.fp8_recipe} scaling, linear layers of {covered} of {layers} layers; "
-        f"back end: {backend.name} ({reason})"
-    ]
-
-
 def opening_block(model: TrainedModel, datasets: Datasets, *, threads: int, iteration: int, of: int) -> str:
     """The whole block as text. `iteration`: the last one that is done, `of` so many. Collective over the model's
     ranks."""
@@ -178,7 +164,6 @@ def opening_block(model: TrainedModel, datasets: Datasets, *, threads: int, iter
     lines = [
         *_model_lines(model),
         _layout_line(config, model.mesh, threads),
-        *_fp8_lines(model),
         f"precision: {model.precision.name}; attention: {backend.kernel} ({backend.reason}); "
         f"norm: torch {config.model.normalization}; optimizer: {model.optimizer.description}",
         *([model.precision.fp8.description] if model.precision.fp8 else []),
