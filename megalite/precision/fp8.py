@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import PrecisionConfig
-from megalite.distributed.collectives import all_reduce
+from megalite.distributed.collectives import all_gather_objects, all_reduce
 from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.param_spec import ParamSpec, Place, replicated
 from megalite.distributed.pieces import Piece, whole
@@ -27,6 +27,7 @@ from megalite.precision.backends import Backend, choose
 from megalite.precision.formats import E4M3, E5M2, FloatFormat, cast
 from megalite.precision.products import Factor, Products, Role
 from megalite.precision.scaling import RECIPES, Block, Quantized, Recipe, amax_of, scale_of
+from megalite.precision.statistics import Statistics, measures
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -36,7 +37,8 @@ class Fp8:
     """How linear layers compute in eight bits. `gradients`: the format of output gradients; all else is E4M3. `margin`:
     powers of two that delayed scaling leaves unused. `length`: steps in its history, of which it takes the `largest` or
     the last. `edges`: layers at the start and at the end of the model that stay in the compute dtype. `stores`: weights
-    are stored in eight bits, and so gathered. `keeps`: a quantised weight stays for the step's other microbatches."""
+    are stored in eight bits, and so gathered. `keeps`: a quantised weight stays for the step's other microbatches.
+    `measures`: statistics are kept."""
 
     recipe: Recipe
     gradients: FloatFormat
@@ -46,11 +48,14 @@ class Fp8:
     edges: tuple[int, int]
     stores: bool
     keeps: bool
+    measures: bool
     backend: Backend
     description: str
 
     @classmethod
-    def from_config(cls, config: PrecisionConfig, device: torch.device, *, keeps: bool = True) -> Fp8 | None:
+    def from_config(
+        cls, config: PrecisionConfig, device: torch.device, *, keeps: bool = True, measures: bool = False
+    ) -> Fp8 | None:
         """Of a checked configuration; None without --fp8-format."""
         if config.fp8_format is None:
             return None
@@ -66,6 +71,7 @@ class Fp8:
             (start, end) if config.first_last_layers_bf16 else (0, 0),
             config.fp8_param_gather,
             keeps,
+            measures,
             backend,
             f"FP8: {config.fp8_format}, scaled {config.fp8_recipe}, products by {why}",
         )
@@ -118,10 +124,13 @@ class Fp8Products(Products):
         self.has_history = False
         self._weight: _QuantizedFactor | None = None
         self._stored: Tensor | None = None
+        self.statistics = Statistics(len(ROLES), self.now) if fp8.measures else None
 
     def begin_step(self) -> None:
         """Forget what was measured of inputs and gradients, as in an evaluation."""
         self.now[0], self.now[2] = 0.0, 0.0
+        if self.statistics is not None:
+            self.statistics.forget(0, 2)
 
     def append(self, amax: Tensor) -> None:
         """Take a step's maxima, wide [roles], into the history."""
@@ -131,6 +140,8 @@ class Fp8Products(Products):
     def forget_weight(self) -> None:
         """The weight has other values."""
         self._weight, self.now[1] = None, 0.0
+        if self.statistics is not None:
+            self.statistics.forget(1)
 
     def store_weight(self, amax: Tensor) -> Tensor:
         """The scale, wide [], of a weight that is stored in eight bits: `amax` is of all its parts."""
@@ -145,10 +156,18 @@ class Fp8Products(Products):
 
     def quantize(self, role: Role, x: Tensor) -> Quantized:
         """`x` [m, k], for a product that sums over k."""
-        target, block = self.format_of(role), self.block_of(role)
+        target, block, backend = self.format_of(role), self.block_of(role), self.fp8.backend
         if block is not None:
-            return self.fp8.backend.quantize_blocks(x, self.fp8.recipe, target, block, self.wide)
-        return self.fp8.backend.quantize(x, self._scale(role, amax_of(x, self.wide), target), target)
+            result = backend.quantize_blocks(x, self.fp8.recipe, target, block, self.wide)
+        else:
+            result = backend.quantize(x, self._scale(role, amax_of(x, self.wide), target), target)
+        self.measure(role, x, result)
+        return result
+
+    def measure(self, role: Role, x: Tensor, quantized: Quantized) -> None:
+        """Count what became of `x` where statistics are wanted."""
+        if self.statistics is not None:
+            self.statistics.add(ROLES.index(role), x, quantized, self.format_of(role))
 
     def _scale(self, role: Role, amax: Tensor, target: FloatFormat) -> Tensor:
         """Of a whole tensor of this amax, wide []."""
@@ -225,11 +244,12 @@ class Fp8Scaling:
 
     def __init__(self, layers: Mapping[str, Fp8Products], mesh: Mesh):
         self.layers, self._mesh = layers, mesh
+        self._measured = {name: products.statistics for name, products in layers.items() if products.statistics}
         self._delayed = [products for products in layers.values() if products.fp8.recipe.delayed]
 
     def begin_step(self) -> None:
         """Before a step's first forward."""
-        for products in self._delayed:
+        for products in self.layers.values():
             products.begin_step()
 
     def end_step(self) -> None:
@@ -257,6 +277,22 @@ class Fp8Scaling:
         scales = {name: stored[name].store_weight(amax) for name, amax in zip(stored, largest, strict=True)}
         for name, values, elements in pieces:
             elements.copy_(cast(values / scales[name], E4M3))
+            whole_scale = Quantized(elements.view(1, -1), scales[name].view(1, 1), (1, elements.numel()))
+            stored[name].measure("weight", values.view(1, -1), whole_scale)
+
+    def statistics(self) -> dict[str, float]:
+        """What `measures` gives for the step so far, over all ranks, by `layer/role/measure`; empty where
+        they aren't wanted. Collective over the world."""
+        mine: dict[str, float] = {}
+        if self._measured:
+            largest = self._of_all_ranks([each.largest for each in self._measured.values()])
+            counts = torch.stack([each.counts for each in self._measured.values()])
+            counts = all_reduce(all_reduce(counts, self._mesh.tp), self._mesh.dp_cp)
+            for name, *of_layer in zip(self._measured, largest, counts, strict=True):
+                for role, *row in zip(ROLES, *of_layer, strict=True):
+                    prefix = f"{name.removesuffix('.weight')}/{role}/"
+                    mine |= {prefix + measure: value for measure, value in measures(*row).items()}
+        return {key: value for part in all_gather_objects(mine, self._mesh.pp) for key, value in part.items()}
 
     def parameters_changed(self) -> None:
         """Weights have other values."""

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.config.schema import PrecisionConfig
+from megalite.config.schema import PrecisionConfig, RunConfig
+from megalite.distributed.launch import Environment
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.precision.backends import Emulated
 from megalite.precision.fp8 import ROLES, Fp8, Fp8Products, Fp8Scaling
 from megalite.precision.scaling import RECIPES
+from megalite.training.prepare import prepare_config
+from megalite.training.run import build_run
 from megalite.verify.configs import resolved
 from megalite.verify.layouts import Variant
 from megalite.verify.trace import trace
@@ -150,3 +153,35 @@ def test_edges_of_the_model_stay_in_the_compute_dtype() -> None:
     at = fp8("tensorwise", first_last_layers_bf16=True, num_layers_at_start_in_bf16=2)
     assert [at.covers(layer, 5) for layer in range(5)] == [False, False, True, True, False]
     assert isinstance(at.backend, Emulated)
+
+
+def _statistics(mesh: Mesh, values: dict[str, dict[str, Any]]) -> dict[str, float]:
+    environment = Environment(mesh.rank, mesh.world.size, mesh.rank, mesh.world.size)
+    run = build_run(prepare_config(RunConfig.from_dict(values), environment), mesh)
+    run.trainer.step()
+    told = run.trainer.step().fp8
+    run.close()
+    assert told is not None
+    return dict(told)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "delayed"])
+def test_statistics_are_those_of_one_process(pool: ProcessPool, recipe: str) -> None:
+    """Those of a weight too, though it is quantised once, and before the step."""
+    precision = PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe, fp8_param_gather=recipe == "delayed")
+    variant = Variant(tp=2, pp=2, sequence_parallel=True, schedule="1f1b", dp=1)
+    told = []
+    for each in (Variant(dp=2, sharding="optim"), variant):
+        config = each.apply(network(variant, tied=False, precision=precision))
+        config.logging.log_fp8_stats = True
+        if each is variant:
+            config.precision.fp8_param_gather = False
+        config = resolved(config, each.processes)
+        layout = Layout.from_config(config.layout, each.processes)
+        told.append(pool.run(_statistics, each.processes, config.to_dict(), layout=layout)[0])
+    assert len(told[0]) == 2 * 4 * 3 * 4  # layers, linear layers, factors, measures
+    assert told[0] == pytest.approx(told[1], rel=1e-10, abs=0.01)  # a gradient may be 0 in one layout, 1e-20 in another
+    assert told[0]["decoder.layers.0.self_attention.linear_qkv/gradient/underflow"] > 0
+    assert told[0]["decoder.layers.1.mlp.linear_fc2/weight/amax"] > 0
+    saturates = {"tensorwise": False, "mxfp8": True, "delayed": True}[recipe]
+    assert any(value > 0 for name, value in told[0].items() if name.endswith("saturated")) == saturates
