@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast as cast_to
 from typing import get_args
 
 import torch
@@ -216,7 +217,8 @@ class Fp8Products(Products):
     def output(self, x: Factor, matrix: Tensor) -> Tensor:
         assert isinstance(x, _QuantizedFactor)
         y = self.fp8.backend.product(x.over_columns, self.weight(matrix).over_columns, x.tensor.dtype)
-        return y.view(*x.tensor.shape[:-1], -1)
+        # As F.linear does: no view, for adapters add to the output in place.
+        return cast_to(Tensor, torch.ops.aten._unsafe_view(y, [*x.tensor.shape[:-1], y.shape[-1]]))
 
     def add_output(self, total: Tensor, x: Factor, matrix: Tensor) -> None:
         total.add_(self.output(x, matrix))

@@ -10,19 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.config.schema import PrecisionConfig, RunConfig
-from megalite.distributed.launch import Environment
+from megalite.config.schema import PrecisionConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.precision.backends import Emulated
 from megalite.precision.fp8 import ROLES, Fp8, Fp8Products, Fp8Scaling
 from megalite.precision.scaling import RECIPES
-from megalite.training.prepare import prepare_config
-from megalite.training.run import build_run
 from megalite.verify.configs import resolved
 from megalite.verify.layouts import Variant
 from megalite.verify.trace import trace
+from tests.peft.runs import run_of
 from tests.verify.networks import network
 
 DOUBLE = torch.float64
@@ -128,6 +126,27 @@ def test_a_delayed_scale_is_that_of_the_history_and_constant_within_a_step() -> 
     assert ours.history.shape == (len(ROLES), 2)
 
 
+def test_an_evaluation_between_two_steps_leaves_nothing_in_the_history() -> None:
+    ours = products("delayed", fp8_amax_history_len=2)
+    scaling = Fp8Scaling({"layer.weight": ours}, single_process_mesh())
+    weight = torch.full((2, 3), 5.0, dtype=DOUBLE)
+
+    def forward(largest: float) -> None:
+        ours.output(ours.factor("input", torch.full((4, 3), largest, dtype=DOUBLE)), weight)
+
+    forward(9.0)
+    scaling.begin_step()
+    forward(2.0)  # with the weight as the evaluation quantised it
+    scaling.end_step()
+    assert ours.history[:, 0].tolist() == [2.0, 5.0, 0.0]
+    scaling.begin_step()
+    forward(3.0)  # a step that is skipped
+    scaling.begin_step()
+    forward(1.0)
+    scaling.end_step()
+    assert ours.history.tolist() == [[1.0, 2.0], [5.0, 5.0], [0.0, 0.0]]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_an_infinity_isnt_hidden_by_the_cast(recipe: str, bad: float) -> None:
@@ -156,8 +175,7 @@ def test_edges_of_the_model_stay_in_the_compute_dtype() -> None:
 
 
 def _statistics(mesh: Mesh, values: dict[str, dict[str, Any]]) -> dict[str, float]:
-    environment = Environment(mesh.rank, mesh.world.size, mesh.rank, mesh.world.size)
-    run = build_run(prepare_config(RunConfig.from_dict(values), environment), mesh)
+    run = run_of(mesh, values)
     run.trainer.step()
     told = run.trainer.step().fp8
     run.close()
