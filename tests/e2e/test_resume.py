@@ -103,7 +103,7 @@ def test_a_run_goes_on_from_resharded_files_as_from_its_own(tmp_path: Path) -> N
             id="FP8, delayed scaling",
         ),
         pytest.param(
-            "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather --use-distributed-optimizer "
+            "--bf16 --fp8-format hybrid --fp8-param-gather --use-distributed-optimizer "
             "--eval-interval 2 --eval-iters 1",
             2,
             id="FP8, stored and gathered",
