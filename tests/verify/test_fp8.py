@@ -52,6 +52,12 @@ def test_a_delayed_scale_follows_the_largest_amax_of_all_ranks_in_its_history(po
     assert _worst(pool, config, variant, steps=6) <= TOLERANCE
 
 
+def test_stages_of_a_model_whose_first_and_last_layers_are_not_in_fp8_equal_one_process(pool: ProcessPool) -> None:
+    variant = Variant(pp=2, chunks=2, schedule="interleaved")
+    config = _network(variant, "delayed", first_last_layers_bf16=True, num_layers_at_end_in_bf16=2)
+    assert _worst(pool, config, variant) <= TOLERANCE
+
+
 def test_adapters_beside_fp8_weights_equal_one_process(pool: ProcessPool, tmp_path: Path) -> None:
     variant = Variant(tp=2, pp=2, schedule="1f1b")
     fp8 = PrecisionConfig(fp8_format="hybrid", fp8_recipe="delayed")
