@@ -36,8 +36,9 @@ def _on_grid(x: Tensor) -> float | None:
         numbers = torch.tensor(grid, dtype=DOUBLE)
         for number in reversed(grid[-40:]):  # that the largest magnitude may be: a rank's part may lack the largest
             magnitudes = x.abs().flatten() / x.abs().max() * number
-            nearest = numbers[(magnitudes[:, None] - numbers).abs().argmin(1)]
-            if torch.allclose(nearest, magnitudes, rtol=1e-12, atol=1e-12):
+            above = torch.searchsorted(numbers, magnitudes).clamp(1, len(numbers) - 1)
+            distance = torch.minimum((numbers[above] - magnitudes).abs(), (numbers[above - 1] - magnitudes).abs())
+            if (distance <= 1e-12 * magnitudes).all():
                 return largest
     return None
 
