@@ -108,7 +108,8 @@ class Fp8Products(Products):
 
     `cut`: the roles of which tensor-parallel ranks (`group`) hold different parts. `history`: wide [roles, steps], amax
     of earlier steps, the newest first; zeros where there was none. `now`: wide [roles], amax of this step so far; a
-    weight's is of its present values, whenever they were quantised.
+    weight's is of its present values, whenever they were quantised. `keeps_input`: whether an input is kept for the
+    backward in eight bits; else as it is.
     """
 
     def __init__(
@@ -118,8 +119,10 @@ class Fp8Products(Products):
         device: torch.device,
         group: Group,
         cut: tuple[Role, ...],
+        *,
+        keeps_input: bool = True,
     ):
-        self.fp8, self.wide, self.group, self.cut = fp8, wide, group, cut
+        self.fp8, self.wide, self.group, self.cut, self._keeps_input = fp8, wide, group, cut, keeps_input
         self.history = torch.zeros(len(ROLES), fp8.length, dtype=wide, device=device)
         self.now = torch.zeros(len(ROLES), dtype=wide, device=device)
         self.has_history = False
@@ -189,7 +192,7 @@ class Fp8Products(Products):
     def keep(self, factor: Factor, part: Tensor) -> tuple[Tensor, ...]:
         """In eight bits where one scale is that of all parts; as bytes, which can be gathered anywhere."""
         assert isinstance(factor, _QuantizedFactor)
-        if self.block_of(factor.role) is not None:
+        if self.block_of(factor.role) is not None or (factor.role == "input" and not self._keeps_input):
             return (part,)
         whole = factor.over_columns
         data = whole.data
@@ -199,9 +202,9 @@ class Fp8Products(Products):
 
     def restore(self, role: Role, tensor: Tensor, *rest: Tensor) -> _QuantizedFactor:
         factor = _QuantizedFactor(tensor, self, role)
-        for scale in rest:
+        if rest:
             data = factor.flat.view(self.format_of(role).dtype)
-            factor.over_columns = Quantized(data, scale, (data.shape[0], data.shape[1]))
+            factor.over_columns = Quantized(data, rest[0], (data.shape[0], data.shape[1]))
         return factor
 
     def weight(self, matrix: Tensor) -> _QuantizedFactor:
