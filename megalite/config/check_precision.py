@@ -32,7 +32,8 @@ def _fp8_problems(config: RunConfig) -> Iterator[str]:
     precision, layers = config.precision, config.model.num_layers
     wanted = precision.fp8_format is not None
     fp8 = [path for path in all_fields() if path.startswith("precision.fp8_")]
-    yield from needs(config, wanted, "--fp8-format", *fp8, "precision.first_last_layers_bf16")
+    others = "precision.first_last_layers_bf16", "logging.log_fp8_stats"
+    yield from needs(config, wanted, "--fp8-format", *fp8, *others)
     yield from needs(config, precision.first_last_layers_bf16, "--first-last-layers-bf16", *_IN_BF16)
     if not wanted:
         return

@@ -329,6 +329,9 @@ class LoggingConfig:
     log_interval: int = flag(100, "steps between log lines")
     log_throughput: bool = flag(False, "TFLOP/s per device in the log line")
     log_params_norm: bool = flag(False, "norm of the parameters in the log line")
+    log_fp8_stats: bool = flag(
+        False, "of every FP8 layer and factor: largest magnitude, scale, shares that become zero and that are cut off"
+    )
     log_top_grad_norms: int = flag(
         0, "how many of the largest gradient norms to print, with their parameters' names", bound=NOT_NEGATIVE
     )

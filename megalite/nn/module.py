@@ -45,8 +45,12 @@ class Build:
         return replace(self, precision=replace(self.precision, fp8=None))
 
     def products(self, cut: tuple[Role, ...]) -> Products:
-        """The matrix products of a linear layer, of which ranks hold different parts of the factors in `cut`."""
-        return self.precision.products(self.mesh.tp, cut, self.mesh.device)
+        """The matrix products of a linear layer, of which ranks hold different parts of the factors in `cut`.
+
+        A whole input is a norm's result. Where that is computed again, it must be found among what is kept.
+        """
+        keeps_input = "input" in cut or "layernorm" not in self.recompute.modules
+        return self.precision.products(self.mesh.tp, cut, self.mesh.device, keeps_input=keeps_input)
 
     def place(self, stages: tuple[int, ...] | None = None) -> Place:
         """Where this rank's parameters lie."""

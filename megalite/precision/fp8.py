@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast as cast_to
 from typing import get_args
 
 import torch
 from torch import Tensor
 
 from megalite.config.schema import PrecisionConfig
-from megalite.distributed.collectives import all_reduce
+from megalite.distributed.collectives import all_gather_objects, all_reduce
 from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.param_spec import ParamSpec, Place, replicated
 from megalite.distributed.pieces import Piece, whole
@@ -27,6 +28,7 @@ from megalite.precision.backends import Backend, choose
 from megalite.precision.formats import E4M3, E5M2, FloatFormat, cast
 from megalite.precision.products import Factor, Products, Role
 from megalite.precision.scaling import RECIPES, Block, Quantized, Recipe, amax_of, scale_of
+from megalite.precision.statistics import Statistics, measures
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -36,7 +38,8 @@ class Fp8:
     """How linear layers compute in eight bits. `gradients`: the format of output gradients; all else is E4M3. `margin`:
     powers of two that delayed scaling leaves unused. `length`: steps in its history, of which it takes the `largest` or
     the last. `edges`: layers at the start and at the end of the model that stay in the compute dtype. `stores`: weights
-    are stored in eight bits, and so gathered. `keeps`: a quantised weight stays for the step's other microbatches."""
+    are stored in eight bits, and so gathered. `keeps`: a quantised weight stays for the step's other microbatches.
+    `measures`: statistics are kept."""
 
     recipe: Recipe
     gradients: FloatFormat
@@ -46,11 +49,14 @@ class Fp8:
     edges: tuple[int, int]
     stores: bool
     keeps: bool
+    measures: bool
     backend: Backend
     description: str
 
     @classmethod
-    def from_config(cls, config: PrecisionConfig, device: torch.device, *, keeps: bool = True) -> Fp8 | None:
+    def from_config(
+        cls, config: PrecisionConfig, device: torch.device, *, keeps: bool = True, measures: bool = False
+    ) -> Fp8 | None:
         """Of a checked configuration; None without --fp8-format."""
         if config.fp8_format is None:
             return None
@@ -66,6 +72,7 @@ class Fp8:
             (start, end) if config.first_last_layers_bf16 else (0, 0),
             config.fp8_param_gather,
             keeps,
+            measures,
             backend,
             f"FP8: {config.fp8_format}, scaled {config.fp8_recipe}, products by {why}",
         )
@@ -101,7 +108,8 @@ class Fp8Products(Products):
 
     `cut`: the roles of which tensor-parallel ranks (`group`) hold different parts. `history`: wide [roles, steps], amax
     of earlier steps, the newest first; zeros where there was none. `now`: wide [roles], amax of this step so far; a
-    weight's is of its present values, whenever they were quantised.
+    weight's is of its present values, whenever they were quantised. `keeps_input`: whether an input is kept for the
+    backward in eight bits; else as it is.
     """
 
     def __init__(
@@ -111,17 +119,22 @@ class Fp8Products(Products):
         device: torch.device,
         group: Group,
         cut: tuple[Role, ...],
+        *,
+        keeps_input: bool = True,
     ):
-        self.fp8, self.wide, self.group, self.cut = fp8, wide, group, cut
+        self.fp8, self.wide, self.group, self.cut, self._keeps_input = fp8, wide, group, cut, keeps_input
         self.history = torch.zeros(len(ROLES), fp8.length, dtype=wide, device=device)
         self.now = torch.zeros(len(ROLES), dtype=wide, device=device)
         self.has_history = False
         self._weight: _QuantizedFactor | None = None
         self._stored: Tensor | None = None
+        self.statistics = Statistics(len(ROLES), self.now) if fp8.measures else None
 
     def begin_step(self) -> None:
         """Forget what was measured of inputs and gradients, as in an evaluation."""
         self.now[0], self.now[2] = 0.0, 0.0
+        if self.statistics is not None:
+            self.statistics.forget(0, 2)
 
     def append(self, amax: Tensor) -> None:
         """Take a step's maxima, wide [roles], into the history."""
@@ -131,6 +144,8 @@ class Fp8Products(Products):
     def forget_weight(self) -> None:
         """The weight has other values."""
         self._weight, self.now[1] = None, 0.0
+        if self.statistics is not None:
+            self.statistics.forget(1)
 
     def store_weight(self, amax: Tensor) -> Tensor:
         """The scale, wide [], of a weight that is stored in eight bits: `amax` is of all its parts."""
@@ -145,10 +160,18 @@ class Fp8Products(Products):
 
     def quantize(self, role: Role, x: Tensor) -> Quantized:
         """`x` [m, k], for a product that sums over k."""
-        target, block = self.format_of(role), self.block_of(role)
+        target, block, backend = self.format_of(role), self.block_of(role), self.fp8.backend
         if block is not None:
-            return self.fp8.backend.quantize_blocks(x, self.fp8.recipe, target, block, self.wide)
-        return self.fp8.backend.quantize(x, self._scale(role, amax_of(x, self.wide), target), target)
+            result = backend.quantize_blocks(x, self.fp8.recipe, target, block, self.wide)
+        else:
+            result = backend.quantize(x, self._scale(role, amax_of(x, self.wide), target), target)
+        self.measure(role, x, result)
+        return result
+
+    def measure(self, role: Role, x: Tensor, quantized: Quantized) -> None:
+        """Count what became of `x` where statistics are wanted."""
+        if self.statistics is not None:
+            self.statistics.add(ROLES.index(role), x, quantized, self.format_of(role))
 
     def _scale(self, role: Role, amax: Tensor, target: FloatFormat) -> Tensor:
         """Of a whole tensor of this amax, wide []."""
@@ -169,7 +192,7 @@ class Fp8Products(Products):
     def keep(self, factor: Factor, part: Tensor) -> tuple[Tensor, ...]:
         """In eight bits where one scale is that of all parts; as bytes, which can be gathered anywhere."""
         assert isinstance(factor, _QuantizedFactor)
-        if self.block_of(factor.role) is not None:
+        if self.block_of(factor.role) is not None or (factor.role == "input" and not self._keeps_input):
             return (part,)
         whole = factor.over_columns
         data = whole.data
@@ -179,9 +202,9 @@ class Fp8Products(Products):
 
     def restore(self, role: Role, tensor: Tensor, *rest: Tensor) -> _QuantizedFactor:
         factor = _QuantizedFactor(tensor, self, role)
-        for scale in rest:
+        if rest:
             data = factor.flat.view(self.format_of(role).dtype)
-            factor.over_columns = Quantized(data, scale, (data.shape[0], data.shape[1]))
+            factor.over_columns = Quantized(data, rest[0], (data.shape[0], data.shape[1]))
         return factor
 
     def weight(self, matrix: Tensor) -> _QuantizedFactor:
@@ -197,7 +220,8 @@ class Fp8Products(Products):
     def output(self, x: Factor, matrix: Tensor) -> Tensor:
         assert isinstance(x, _QuantizedFactor)
         y = self.fp8.backend.product(x.over_columns, self.weight(matrix).over_columns, x.tensor.dtype)
-        return y.view(*x.tensor.shape[:-1], -1)
+        # As F.linear does: no view, for adapters add to the output in place.
+        return cast_to(Tensor, torch.ops.aten._unsafe_view(y, [*x.tensor.shape[:-1], y.shape[-1]]))
 
     def add_output(self, total: Tensor, x: Factor, matrix: Tensor) -> None:
         total.add_(self.output(x, matrix))
@@ -225,11 +249,12 @@ class Fp8Scaling:
 
     def __init__(self, layers: Mapping[str, Fp8Products], mesh: Mesh):
         self.layers, self._mesh = layers, mesh
+        self._measured = {name: products.statistics for name, products in layers.items() if products.statistics}
         self._delayed = [products for products in layers.values() if products.fp8.recipe.delayed]
 
     def begin_step(self) -> None:
         """Before a step's first forward."""
-        for products in self._delayed:
+        for products in self.layers.values():
             products.begin_step()
 
     def end_step(self) -> None:
@@ -257,6 +282,22 @@ class Fp8Scaling:
         scales = {name: stored[name].store_weight(amax) for name, amax in zip(stored, largest, strict=True)}
         for name, values, elements in pieces:
             elements.copy_(cast(values / scales[name], E4M3))
+            whole_scale = Quantized(elements.view(1, -1), scales[name].view(1, 1), (1, elements.numel()))
+            stored[name].measure("weight", values.view(1, -1), whole_scale)
+
+    def statistics(self) -> dict[str, float]:
+        """What `measures` gives for the step so far, over all ranks, by `layer/role/measure`; empty where
+        they aren't wanted. Collective over the world."""
+        mine: dict[str, float] = {}
+        if self._measured:
+            largest = self._of_all_ranks([each.largest for each in self._measured.values()])
+            counts = torch.stack([each.counts for each in self._measured.values()])
+            counts = all_reduce(all_reduce(counts, self._mesh.tp), self._mesh.dp_cp)
+            for name, *of_layer in zip(self._measured, largest, counts, strict=True):
+                for role, *row in zip(ROLES, *of_layer, strict=True):
+                    prefix = f"{name.removesuffix('.weight')}/{role}/"
+                    mine |= {prefix + measure: value for measure, value in measures(*row).items()}
+        return {key: value for part in all_gather_objects(mine, self._mesh.pp) for key, value in part.items()}
 
     def parameters_changed(self) -> None:
         """Weights have other values."""

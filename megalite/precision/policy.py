@@ -41,11 +41,13 @@ class Precision:
             return cls(torch.float16, torch.float32, reduce, "fp16", fp8)
         return cls(torch.float32, torch.float32, reduce, "fp32", fp8)
 
-    def products(self, group: Group, cut: tuple[Role, ...], device: torch.device) -> Products:
+    def products(
+        self, group: Group, cut: tuple[Role, ...], device: torch.device, *, keeps_input: bool = True
+    ) -> Products:
         """The matrix products of one linear layer. The arguments are those of `Fp8Products`."""
         if self.fp8 is None:
             return Products()
-        return Fp8Products(self.fp8, self.wide, device, group, cut)
+        return Fp8Products(self.fp8, self.wide, device, group, cut, keeps_input=keeps_input)
 
     @property
     def weight(self) -> torch.dtype:

@@ -77,7 +77,11 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """Wide [m, k]."""
-        return self.data.to(self.scale.dtype) * _spread(self.scale, self.block, self.data.shape)
+        return self.data.to(self.scale.dtype) * self.scales()
+
+    def scales(self) -> Tensor:
+        """The scale of each element, wide [m, k], or one for all."""
+        return _spread(self.scale, self.block, self.data.shape)
 
     def transposed(self) -> Quantized:
         rows, columns = self.block

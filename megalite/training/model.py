@@ -104,7 +104,7 @@ def build_model(
     mesh's own. Collective over the world."""
     sharding = Sharding.from_config(config.layout, config.optimizer, mesh.dp_cp.size)
     come_and_go = sharding.parameters and config.peft.peft == "none"  # frozen ones are not sharded
-    fp8 = Fp8.from_config(config.precision, mesh.device, keeps=not come_and_go)
+    fp8 = Fp8.from_config(config.precision, mesh.device, keeps=not come_and_go, measures=config.logging.log_fp8_stats)
     precision = Precision.from_config(config.precision, fp8)
     # Sharded parameters get values from their shards, those stored in eight bits from main parameters.
     without_values = come_and_go or config.precision.fp8_param_gather

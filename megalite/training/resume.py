@@ -247,8 +247,8 @@ def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress
         new |= missing
     pieces = _named_by_source((piece for piece in entries if piece.name not in new), directory, model)
     load_checkpoint(directory, mesh=model.mesh, pieces=pieces, strict=not new_head)
+    model.scaling.loaded()  # first: weights that are stored in FP8 are rounded by it
     optimizer.parameters_loaded(with_state=with_optimizer)
-    model.scaling.loaded()
     if weights_only:
         return []
     values = read_training_state(directory)

@@ -103,6 +103,12 @@ def test_a_run_goes_on_from_resharded_files_as_from_its_own(tmp_path: Path) -> N
             id="FP8, delayed scaling",
         ),
         pytest.param(
+            "--bf16 --fp8-format hybrid --fp8-param-gather --use-distributed-optimizer "
+            "--eval-interval 2 --eval-iters 1",
+            2,
+            id="FP8, stored and gathered",
+        ),
+        pytest.param(
             "--num-workers 2 --lr-decay-style cosine --min-lr 1e-5 --lr-warmup-iters 2 --rampup-batch-size 2 2 8 "
             "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
             1,
@@ -166,10 +172,11 @@ def test_a_run_goes_on_at_another_data_parallel_size(
     assert training_state(checkpoint(one_process, 4)) == training_state(checkpoint(tmp_path, 4))
 
 
-def test_fp8_histories_fit_any_layout_and_do_not_grow(tmp_path: Path) -> None:
+def test_fp8_histories_and_weights_stored_in_fp8_fit_any_layout_and_do_not_grow(tmp_path: Path) -> None:
     flags = f"{FOR_ANY_RANKS} --fp8-format hybrid --fp8-amax-history-len 3"
     whole = go(f"{flags} --save-interval 1", tmp_path / "whole")
-    go(f"{flags} --tensor-model-parallel-size 2 --exit-interval 2", tmp_path / "cut", processes=2)
+    stored = "--use-distributed-optimizer --fp8-param-gather"
+    go(f"{flags} {stored} --tensor-model-parallel-size 2 --exit-interval 2", tmp_path / "cut", processes=4)
     resumed = go(flags, tmp_path / "cut")
     assert largest_difference(resumed, whole) <= 1e-10
     first, last = (checkpoint_tensors(checkpoint(tmp_path / "whole", step)) for step in (1, 4))

@@ -20,6 +20,7 @@ from megalite.precision.scaling import RECIPES
 from megalite.verify.configs import resolved
 from megalite.verify.layouts import Variant
 from megalite.verify.trace import trace
+from tests.peft.runs import run_of
 from tests.verify.networks import network
 
 DOUBLE = torch.float64
@@ -35,8 +36,9 @@ def _on_grid(x: Tensor) -> float | None:
         numbers = torch.tensor(grid, dtype=DOUBLE)
         for number in reversed(grid[-40:]):  # that the largest magnitude may be: a rank's part may lack the largest
             magnitudes = x.abs().flatten() / x.abs().max() * number
-            nearest = numbers[(magnitudes[:, None] - numbers).abs().argmin(1)]
-            if torch.allclose(nearest, magnitudes, rtol=1e-12, atol=1e-12):
+            above = torch.searchsorted(numbers, magnitudes).clamp(1, len(numbers) - 1)
+            distance = torch.minimum((numbers[above] - magnitudes).abs(), (numbers[above - 1] - magnitudes).abs())
+            if (distance <= 1e-12 * magnitudes).all():
                 return largest
     return None
 
@@ -125,6 +127,27 @@ def test_a_delayed_scale_is_that_of_the_history_and_constant_within_a_step() -> 
     assert ours.history.shape == (len(ROLES), 2)
 
 
+def test_an_evaluation_between_two_steps_leaves_nothing_in_the_history() -> None:
+    ours = products("delayed", fp8_amax_history_len=2)
+    scaling = Fp8Scaling({"layer.weight": ours}, single_process_mesh())
+    weight = torch.full((2, 3), 5.0, dtype=DOUBLE)
+
+    def forward(largest: float) -> None:
+        ours.output(ours.factor("input", torch.full((4, 3), largest, dtype=DOUBLE)), weight)
+
+    forward(9.0)
+    scaling.begin_step()
+    forward(2.0)  # with the weight as the evaluation quantised it
+    scaling.end_step()
+    assert ours.history[:, 0].tolist() == [2.0, 5.0, 0.0]
+    scaling.begin_step()
+    forward(3.0)  # a step that is skipped
+    scaling.begin_step()
+    forward(1.0)
+    scaling.end_step()
+    assert ours.history.tolist() == [[1.0, 2.0], [5.0, 5.0], [0.0, 0.0]]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_an_infinity_isnt_hidden_by_the_cast(recipe: str, bad: float) -> None:
@@ -150,3 +173,34 @@ def test_edges_of_the_model_stay_in_the_compute_dtype() -> None:
     at = fp8("tensorwise", first_last_layers_bf16=True, num_layers_at_start_in_bf16=2)
     assert [at.covers(layer, 5) for layer in range(5)] == [False, False, True, True, False]
     assert isinstance(at.backend, Emulated)
+
+
+def _statistics(mesh: Mesh, values: dict[str, dict[str, Any]]) -> dict[str, float]:
+    run = run_of(mesh, values)
+    run.trainer.step()
+    told = run.trainer.step().fp8
+    run.close()
+    assert told is not None
+    return dict(told)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "delayed"])
+def test_statistics_are_those_of_one_process(pool: ProcessPool, recipe: str) -> None:
+    """Those of a weight too, though it is quantised once, and before the step."""
+    precision = PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe, fp8_param_gather=recipe == "delayed")
+    variant = Variant(tp=2, pp=2, sequence_parallel=True, schedule="1f1b", dp=1)
+    told = []
+    for each in (Variant(dp=2, sharding="optim"), variant):
+        config = each.apply(network(variant, tied=False, precision=precision))
+        config.logging.log_fp8_stats = True
+        if each is variant:
+            config.precision.fp8_param_gather = False
+        config = resolved(config, each.processes)
+        layout = Layout.from_config(config.layout, each.processes)
+        told.append(pool.run(_statistics, each.processes, config.to_dict(), layout=layout)[0])
+    assert len(told[0]) == 2 * 4 * 3 * 4  # layers, linear layers, factors, measures
+    assert told[0] == pytest.approx(told[1], rel=1e-10, abs=0.01)  # a gradient may be 0 in one layout, 1e-20 in another
+    assert told[0]["decoder.layers.0.self_attention.linear_qkv/gradient/underflow"] > 0
+    assert told[0]["decoder.layers.1.mlp.linear_fc2/weight/amax"] > 0
+    saturates = {"tensorwise": False, "mxfp8": True, "delayed": True}[recipe]
+    assert any(value > 0 for name, value in told[0].items() if name.endswith("saturated")) == saturates

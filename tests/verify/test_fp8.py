@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -49,6 +50,19 @@ def test_a_delayed_scale_follows_the_largest_amax_of_all_ranks_in_its_history(po
     variant = Variant(tp=2, dp=2, sharding="optim_grads")
     config = _network(variant, "delayed", fp8_amax_history_len=3, fp8_amax_compute_algo="max", fp8_margin=1)
     assert _worst(pool, config, variant, steps=6) <= TOLERANCE
+
+
+def test_stages_of_a_model_whose_first_and_last_layers_are_not_in_fp8_equal_one_process(pool: ProcessPool) -> None:
+    variant = Variant(pp=2, chunks=2, schedule="interleaved")
+    config = _network(variant, "delayed", first_last_layers_bf16=True, num_layers_at_end_in_bf16=2)
+    assert _worst(pool, config, variant) <= TOLERANCE
+
+
+def test_adapters_beside_fp8_weights_equal_one_process(pool: ProcessPool, tmp_path: Path) -> None:
+    variant = Variant(tp=2, pp=2, schedule="1f1b")
+    fp8 = PrecisionConfig(fp8_format="hybrid", fp8_recipe="delayed")
+    config = network(variant, llama=True, finetuning="packed answers, LoRA", folder=tmp_path, precision=fp8)
+    assert _worst(pool, config, variant) <= TOLERANCE
 
 
 GATHERED = [
