@@ -41,9 +41,9 @@ class TrainedModel:
     optimizer: Optimizer
     base_names: set[str]
 
-    def entries(self, *, state: bool, frozen: bool) -> Iterator[Piece]:
+    def entries(self, *, state: bool, frozen: bool, to_fill: bool = False) -> Iterator[Piece]:
         """What a checkpoint holds as tensors; `state`: with the optimizer's; `frozen`: with weights that aren't
-        trained."""
+        trained; `to_fill`: to be loaded by writing into them."""
         trained = self.optimizer.parameter_pieces()
         for name, parameter, spec in specs_of(self.stages):
             piece = trained.get(name)
@@ -52,7 +52,7 @@ class TrainedModel:
             if piece is not None:  # none where all of a sharded parameter is elsewhere
                 yield piece._replace(name=f"model.{name}")
         if state:
-            for key, piece in self.optimizer.named_state():
+            for key, piece in self.optimizer.named_state(to_fill=to_fill):
                 yield piece._replace(name=f"optimizer.{key}")
 
     @cached_property
@@ -110,7 +110,7 @@ def build_model(
     if config.peft.peft != "none":
         adapter = plan_adapter(config.peft, config.model, vocab_size, mesh.world, outputs)
         adapter.apply(stages, mesh=mesh, precision=precision, seed=seed)
-    optimizer = Optimizer(units_of(stages), mesh, precision, config.optimizer, sharding, transport)
+    optimizer = Optimizer(units_of(stages), mesh, precision, config.optimizer, sharding, transport, seed)
     if without_values:
         _initialize(optimizer.parameter_pieces().values(), from_base, seed)
         optimizer.parameters_loaded(with_state=False)

@@ -237,7 +237,7 @@ def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress
         raise CheckpointError(
             f"{directory.path} holds no optimizer state: load its weights alone with --no-load-optim or --finetune"
         )
-    entries = model.entries(state=with_optimizer, frozen=model.adapter is None)
+    entries = model.entries(state=with_optimizer, frozen=model.adapter is None, to_fill=True)
     wanted = (piece for piece in entries if not (new_head and piece.name == f"model.{HEAD}"))
     pieces = _named_by_source(wanted, directory, model)
     load_checkpoint(directory, mesh=model.mesh, pieces=pieces, strict=not new_head)

@@ -20,6 +20,7 @@ def for_proof(config: RunConfig, steps: int) -> RunConfig:
     nothing."""
     config = copy.deepcopy(config)
     config.precision = replace(config.precision, bf16=False, fp16=False, fp64=True, grad_reduce_in_bf16=False)
+    config.precision.main_grads_dtype = "fp32"
     config.layout.device, config.layout.threads_per_rank, config.layout.distributed_backend = "cpu", 1, None
     for field in all_fields().values():
         if field.writes:

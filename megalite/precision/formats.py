@@ -1,0 +1,55 @@
+"""Number formats of four and eight bits, and the cast to them.
+
+Key idea: a cast is a pure function: the nearest number of the format, ties to even, and beyond the largest one that
+largest one. How numbers are scaled to fit is another matter (`precision.scaling`).
+
+E4M3 and E5M2: Micikevicius et al. 2022. E2M1 and the scales E8M0: Open Compute Project, Microscaling Formats (MX) 1.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """`least_exponent`: of normal numbers. `largest`: finite number. `dtype`: stores its numbers exactly."""
+
+    name: str
+    mantissa_bits: int
+    least_exponent: int
+    largest: float
+    dtype: torch.dtype
+
+
+E4M3 = FloatFormat("E4M3", 3, -6, 448.0, torch.float8_e4m3fn)
+E5M2 = FloatFormat("E5M2", 2, -14, 57344.0, torch.float8_e5m2)
+E2M1 = FloatFormat("E2M1", 1, 0, 6.0, torch.float8_e4m3fn)  # torch has no arithmetic on packed pairs of E2M1
+
+
+def exponent(x: Tensor) -> Tensor:
+    """floor(log2 |x|), int32, exact; -1 for zero."""
+    return torch.frexp(x).exponent - 1
+
+
+def power_of_two(exponent: Tensor, like: Tensor) -> Tensor:
+    """2^exponent in the dtype of `like`."""
+    return torch.ldexp(torch.ones_like(like), exponent)
+
+
+def nearest(x: Tensor, target: FloatFormat) -> Tensor:
+    """The nearest numbers of the format in the dtype of `x` [any shape]: ties to even, ±`largest` beyond it and for
+    infinities; a NaN stays one."""
+    x = x.clamp(-target.largest, target.largest)
+    spacing = power_of_two(exponent(x).clamp(min=target.least_exponent) - target.mantissa_bits, x)
+    return (x / spacing).round() * spacing
+
+
+def cast(x: Tensor, target: FloatFormat) -> Tensor:
+    """`nearest` in the format's dtype."""
+    if x.dtype == torch.float64 or target is E2M1:  # torch would cast by way of float32, which rounds twice
+        return nearest(x, target).to(target.dtype)
+    return x.clamp(-target.largest, target.largest).to(target.dtype)
