@@ -56,10 +56,8 @@ class OwnedViews:
         """Sum of squares of every logical parameter, in the order of names. Collective over the world. One transfer
         from the device."""
         totals = torch.zeros(self.count, dtype=torch.float64, device=self.device)
-        sums = [
-            torch.linalg.vector_norm(rows, dim=1, dtype=self._wide).to(torch.float64).square().sum()
-            for rows in self._rows
-        ]
+        norms = (torch.linalg.vector_norm(rows, dim=1, dtype=self._wide) for rows in self._rows)
+        sums = [each.to(torch.float64).square().sum() for each in norms]
         sums += [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in self._rest]
         if sums:
             # Main parameters may be on the host in part.

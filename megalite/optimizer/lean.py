@@ -34,8 +34,8 @@ _BITS = 17  # of the 53 of a hash: a uniform number for each of the three kinds,
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Elements `low` to `high` of a segment, which lie side by side in a box of a parameter. `number`: of the parameter.
-    `start`: their place in its flattened local tensor."""
+    """Elements `low` to `high` of a segment, which lie side by side in a box of the parameter `number`. `start`: their
+    place in its flattened local tensor."""
 
     segment: Segment
     number: int

@@ -12,19 +12,19 @@ import torch
 
 from megalite.config.schema import PrecisionConfig
 from megalite.precision.products import Products
-from megalite.precision.states import StateNames
+from megalite.precision.states import WIDE, StateNames
 
 
 @dataclass(frozen=True)
 class Precision:
     """`compute`: parameters and activations. `wide`: main gradients, softmax, rotary tables, loss, main parameters.
-    `reduce`: gradients while they are summed over data-parallel ranks. `states`: formats of what the optimizer holds."""
+    `reduce`: gradients while they are summed over data-parallel ranks. `states`: what the optimizer holds them in."""
 
     compute: torch.dtype
     wide: torch.dtype
     reduce: torch.dtype
     name: str
-    states: StateNames = StateNames()
+    states: StateNames = WIDE
 
     @classmethod
     def from_config(cls, config: PrecisionConfig) -> Precision:

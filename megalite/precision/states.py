@@ -12,8 +12,8 @@ update, which it divides, would be without bound.
 
 Eight bits hold a first moment in E4M3 and a second one as a logarithm. E4M3 has a sign, which a second moment doesn't
 need, and a spacing of up to an eighth; stochastic rounding adds its variance at each update, of which a beta2 of 0.999
-remembers a thousand. The logarithm's 255 steps of 2^(1/8) cover 2^32 evenly. Its noise still grows with the memory: take
-a beta2 of 0.95 or so with it.
+remembers a thousand. The logarithm's 255 steps of 2^(1/8) cover 2^32 evenly. Its noise still grows with that memory:
+take a beta2 of 0.95 or so with it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ class StateNames(NamedTuple):
     @classmethod
     def from_config(cls, config: PrecisionConfig) -> StateNames:
         return cls(*(getattr(config, f"{kind}_dtype") for kind in cls._fields))
+
+
+WIDE = StateNames()
 
 
 class StateFormat(Protocol):
@@ -121,7 +124,8 @@ class LogarithmState:
 def _powers(dtype: torch.dtype, device: torch.device) -> Tensor:
     # By octaves: then half of each is exactly that of the code 8 below, under any power-of-two scale.
     octaves = (divmod(code - 255, 8) for code in range(1, 256))
-    return torch.tensor([0.0, *(math.ldexp(2.0 ** (part / 8), whole) for whole, part in octaves)]).to(device, dtype)
+    numbers = (math.ldexp(2.0 ** (part / 8), whole) for whole, part in octaves)
+    return torch.tensor([0.0, *numbers], dtype=dtype, device=device)
 
 
 def state_formats(names: StateNames) -> dict[str, StateFormat | None]:

@@ -183,7 +183,7 @@ def save(model: TrainedModel, progress: Progress, root: str, *, retain: Retentio
 def _named_by_source(pieces: Iterable[Piece], directory: CheckpointDirectory, model: TrainedModel) -> Iterator[Piece]:
     """Pieces named by the stored entries that fill them: a wide weight takes a half-precision run's main parameter, and
     a main parameter takes a wide run's weight."""
-    stored, half = set(stored_tensors(directory)), model.precision.needs_main_parameters
+    stored, half = set(stored_tensors(directory)), model.precision.compute != model.precision.wide
     for piece in pieces:
         key, main = piece.name, piece.name.replace("model.", "optimizer.main.", 1)
         if key.startswith("model.") and not half and main in stored:
