@@ -83,9 +83,9 @@ class LeanAdam:
         """`names`: of all logical parameters. Collective over the world."""
         self.segments, self.mesh, self._config, self._wide = segments, mesh, config, precision.wide
         self._formats = state_formats(precision.states)
-        self.description = "AdamW with " + ", ".join(
-            f"{kind} in {name}" for kind, name in precision.states._asdict().items() if name != "fp32"
-        )
+        shown = ("main gradients", "main parameters", "first moments", "second moments")
+        lean = [f"{kind} in {name}" for kind, name in zip(shown, precision.states, strict=True) if name != "fp32"]
+        self.description = f"torch AdamW, not fused, {', '.join(lean)}"
         self.steps = 0
         self._scaled = [kind for kind, format in self._formats.items() if format is not None and format.scaled]
         self._scales = {kind: [1.0] * len(names) for kind in self._scaled}

@@ -7,13 +7,12 @@ learning rates.
 
 bf16 has the range of fp32. The other formats hold a state divided by a power of two, one for each logical parameter,
 which the largest magnitude fits (Peng et al. 2023, FP8-LM): so the numbers that they stand for are exact in the wide
-dtype, and a checkpoint of those loads anywhere. A second moment above zero stays above zero: at zero its element's
-update, which it divides, would be without bound.
+dtype, and a checkpoint of those loads anywhere. A second moment above zero stays above zero: at zero the update, which
+its root divides, would be without bound. What is too small for the format is raised, so its steps are too short.
 
-Eight bits hold a first moment in E4M3 and a second one as a logarithm. E4M3 has a sign, which a second moment doesn't
-need, and a spacing of up to an eighth; stochastic rounding adds its variance at each update, of which a beta2 of 0.999
-remembers a thousand. The logarithm's 255 steps of 2^(1/8) cover 2^32 evenly. Its noise still grows with that memory:
-take a beta2 of 0.95 or so with it.
+Eight bits hold a first moment in E4M3, and a second one as a logarithm: it has no sign, and 255 steps of 2^(1/8) cover
+2^32 evenly, where its root in E4M3 would take steps of up to a quarter. Held so, a second moment with a beta2 of 0.999
+varies by 20 % around its mean from rounding (bf16: 4 %; the root in E4M3: 28 %), and updates are 1 % larger on average.
 """
 
 from __future__ import annotations
