@@ -29,6 +29,7 @@ from megalite.precision.states import fitting_scale, state_formats
 
 CHUNK = 1 << 20
 """Elements updated at a time: bounds the temporaries, some ten wide or 64-bit numbers each."""
+KINDS = ("main", "exp_avg", "exp_avg_sq")
 _BITS = 17  # of the 53 of a hash: a uniform number for each of the three kinds, as fine as fp32 is in bf16
 
 
@@ -153,7 +154,7 @@ class LeanAdam:
             decay = weight_decay if treatment.decays else 0.0
             return self._updated(chunk, factor, rates[treatment.lr_group], decay)
 
-        self._write(list(self._formats), values)
+        self._write(KINDS, values)
         for chunk in self._chunks if "main" in self._scaled else ():
             main = self._decode("main", chunk.number, chunk.of(self._stored(chunk.segment, "main")))
             chunk.of(chunk.segment.main.detach()).copy_(main)
@@ -161,7 +162,7 @@ class LeanAdam:
     def _updated(self, chunk: _Chunk, factor: float, rate: float, decay: float) -> dict[str, Tensor]:
         beta1, beta2 = self._config.adam_beta1, self._config.adam_beta2
         main, first, second = (
-            self._decode(kind, chunk.number, chunk.of(self._stored(chunk.segment, kind))) for kind in self._formats
+            self._decode(kind, chunk.number, chunk.of(self._stored(chunk.segment, kind))) for kind in KINDS
         )
         gradient = chunk.of(chunk.segment.gradient).to(self._wide) * factor
         first = beta1 * first + (1.0 - beta1) * gradient
@@ -183,17 +184,19 @@ class LeanAdam:
         """Store new numbers. Collective over the world where any kind is scaled: then `values` is called twice, since
         numbers are rounded only once the scale of the whole parameter is known."""
         scales = self._fit([kind for kind in kinds if kind in self._scaled], values)
-        keys = random.fold(self._keys, self.steps)
+        keys, bits = random.fold(self._keys, self.steps), torch.empty(0)
+        rounds = any(self._formats[kind] is not None for kind in kinds)
         for chunk in self._chunks if kinds else ():
-            new, bits = values(chunk), random.bits(keys[chunk.number], chunk.places())
-            for shift, kind in enumerate(self._formats):
-                if kind in kinds:
-                    numbers, format = new[kind], self._formats[kind]
-                    if format is not None:
-                        uniform = (bits >> _BITS * shift & (1 << _BITS) - 1).to(self._wide) * 2.0**-_BITS
-                        scale = scales[kind][chunk.number] if format.scaled else 1.0
-                        numbers = format.encode(numbers / scale, uniform)
-                    chunk.of(self._stored(chunk.segment, kind)).copy_(numbers)
+            new = values(chunk)
+            if rounds:
+                bits = random.bits(keys[chunk.number], chunk.places())
+            for kind in kinds:
+                numbers, format = new[kind], self._formats[kind]
+                if format is not None:
+                    mine = bits >> _BITS * KINDS.index(kind) & (1 << _BITS) - 1
+                    scale = scales[kind][chunk.number] if format.scaled else 1.0
+                    numbers = format.encode(numbers / scale, mine.to(self._wide) * 2.0**-_BITS)
+                chunk.of(self._stored(chunk.segment, kind)).copy_(numbers)
         self._scales |= scales
 
     def _fit(self, kinds: Sequence[str], values: Values) -> dict[str, list[float]]:

@@ -107,6 +107,20 @@ def test_lean_and_wide_states_read_each_other(pool: ProcessPool, tmp_path: Path,
         assert ((tensor.double() - truth).abs() <= spacing * truth.abs() + 2**-17 * truth.abs().max()).all(), name
 
 
+def test_lean_states_read_those_of_other_formats(pool: ProcessPool, tmp_path: Path) -> None:
+    """What a format can't hold is rounded to a neighbour."""
+    last = pass_on(pool, Variant(), load=None, save=tmp_path / "0", steps=2, states="bf16")
+    for number, states in enumerate(("fp16", "fp8", "bf16", "fp8", "fp16")):
+        load, save = tmp_path / str(number), tmp_path / str(number + 1)
+        read = pass_on(pool, Variant(), load=load, save=save, states=states)
+        assert read.updates == 2
+        for name, tensor in last.values.items():
+            if name in read.values:  # main parameters may be the parameters themselves
+                truth, numbers = tensor.double(), read.values[name].double()
+                assert ((numbers - truth).abs() <= 2**-3 * truth.abs() + 2**-17 * truth.abs().max()).all(), name
+        last = read
+
+
 def test_a_step_after_a_change_of_stage_is_the_step_without_it(pool: ProcessPool, tmp_path: Path) -> None:
     straight = pass_on(pool, Variant(dp=2), load=None, save=tmp_path / "0", steps=2, bf16=False)
     half = pass_on(pool, Variant(dp=2), load=None, save=tmp_path / "1", steps=1, bf16=False)
