@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.check_finetune import finetune_problems, idle_beside_sft_data
-from megalite.config.check_network import idle_scaling, layout_problems, model_problems, precision_problems
+from megalite.config.check_network import idle_scaling, layout_problems, model_problems
 from megalite.config.check_peft import idle_beside_adapters, peft_problems
+from megalite.config.check_precision import precision_problems
 from megalite.config.check_run import (
     STATE_DTYPES,
     batch_problems,

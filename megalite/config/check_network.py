@@ -1,4 +1,4 @@
-"""Combinations of flags that can't work: the network, how it is cut over processes, and its number formats.
+"""Combinations of flags that can't work: the network, and how it is cut over processes.
 
 Rotary positions are scaled for longer sequences in one way or in none; one table says which settings each way reads.
 """
@@ -201,23 +201,6 @@ def _sharding_problems(config: RunConfig) -> Iterator[str]:
         )
     if layout.overlap_param_gather and not layout.overlap_grad_reduce:
         yield "--overlap-param-gather needs --overlap-grad-reduce"
-
-
-def precision_problems(config: RunConfig) -> Iterator[str]:
-    """Problems of the number formats."""
-    precision = config.precision
-    chosen = [name for name in ("bf16", "fp16", "fp64") if getattr(precision, name)]
-    if len(chosen) > 1:
-        yield f"{' and '.join('--' + name for name in chosen)} exclude each other: choose one"
-    start, least = precision.initial_loss_scale, precision.min_loss_scale
-    if precision.fp16 and precision.loss_scale is None and start < least:
-        yield f"--initial-loss-scale {start} is below --min-loss-scale {least}"
-    if precision.grad_reduce_in_bf16 and not precision.bf16:
-        yield "--grad-reduce-in-bf16 needs --bf16"
-    fp8 = [path for path in all_fields() if path.startswith("precision.fp8_")]
-    yield from needs(config, precision.fp8_format is not None, "--fp8-format", *fp8, "precision.first_last_layers_bf16")
-    if precision.fp8_param_gather and not shards(config):
-        yield "--fp8-param-gather needs --use-distributed-optimizer"
 
 
 def idle_scaling(model: ModelConfig) -> dict[str, list[str]]:

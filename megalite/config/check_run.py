@@ -102,6 +102,9 @@ def optimizer_problems(config: RunConfig) -> Iterator[str]:
         yield from needs(config, half or precision.fp16, "--bf16 or --fp16", "precision.main_params_dtype")
     if precision.use_precision_aware_optimizer and optimizer.optimizer != "adam":
         yield f"{aware} needs --optimizer adam, not {optimizer.optimizer}"
+    if precision.fp8_param_gather:
+        for shown in given(config, "precision.main_params_dtype"):
+            yield f"{shown} can't be used with --fp8-param-gather, whose weights need fp32 main parameters"
     if optimizer.adam_backend != "torch":
         for shown in given(config, *STATE_DTYPES):
             yield f"{shown} can't be used with --adam-backend {optimizer.adam_backend}: use torch, the default"

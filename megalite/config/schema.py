@@ -237,19 +237,27 @@ class PrecisionConfig:
     loss_scale_window: int = flag(1000, "finite steps in a row before the dynamic loss scale doubles")
     hysteresis: int = flag(2, "overflowing steps before the dynamic loss scale halves")
     grad_reduce_in_bf16: bool = flag(False, "sum gradients over data-parallel ranks in bf16 instead of fp32")
-    fp8_format: str | None = flag(None, "FP8 for the matrix products", choices=("e4m3", "hybrid"), planned="FP8")
+    fp8_format: str | None = flag(None, "FP8 for the matrix products", choices=("e4m3", "hybrid"))
     fp8_recipe: str = flag(
-        "delayed", "FP8 scaling", choices=("delayed", "tensorwise", "blockwise", "mxfp8"), planned="FP8"
+        "delayed",
+        "FP8 scales. delayed: of a tensor, from earlier steps; tensorwise: of a tensor; blockwise: of 1 x 128 "
+        "elements, of a weight 128 x 128; mxfp8: of 32 elements, powers of two",
+        choices=("delayed", "tensorwise", "blockwise", "mxfp8"),
     )
-    fp8_margin: int = flag(0, "powers of two of headroom in FP8 scales", planned="FP8", bound=NOT_NEGATIVE)
-    fp8_amax_history_len: int = flag(1, "steps whose maxima delayed scaling looks at", planned="FP8")
+    fp8_margin: int = flag(0, "powers of two of headroom in delayed scaling", bound=NOT_NEGATIVE)
+    fp8_amax_history_len: int = flag(1, "steps whose maxima delayed scaling looks at")
     fp8_amax_compute_algo: str = flag(
-        "most_recent", "which of these maxima delayed scaling takes", choices=("most_recent", "max"), planned="FP8"
+        "most_recent", "which of these maxima delayed scaling takes", choices=("most_recent", "max")
     )
-    fp8_param_gather: bool = flag(False, "gather parameters in FP8", planned="FP8")
-    first_last_layers_bf16: bool = flag(False, "first and last layers stay in bf16 under FP8", planned="FP8")
+    fp8_param_gather: bool = flag(False, "store and gather the weights of FP8 layers in FP8")
+    first_last_layers_bf16: bool = flag(False, "some first and last layers compute without FP8")
+    num_layers_at_start_in_bf16: int = flag(1, "first layers of --first-last-layers-bf16", bound=NOT_NEGATIVE)
+    num_layers_at_end_in_bf16: int = flag(1, "last layers of --first-last-layers-bf16", bound=NOT_NEGATIVE)
     fp8_backend: str = flag(
-        "auto", "library for FP8 products", choices=("auto", "te", "torch", "emulated"), planned="FP8"
+        "auto",
+        "library for FP8 products: te: Transformer Engine; torch: torch's scaled products; emulated: rounded to FP8, "
+        "multiplied in fp32, on any device",
+        choices=("auto", "te", "torch", "emulated"),
     )
 
 
@@ -341,6 +349,9 @@ class LoggingConfig:
     log_interval: int = flag(100, "steps between log lines")
     log_throughput: bool = flag(False, "TFLOP/s per device in the log line")
     log_params_norm: bool = flag(False, "norm of the parameters in the log line")
+    log_fp8_stats: bool = flag(
+        False, "of every FP8 layer and factor: largest magnitude, scale, shares that become zero and that are cut off"
+    )
     log_top_grad_norms: int = flag(
         0, "how many of the largest gradient norms to print, with their parameters' names", bound=NOT_NEGATIVE
     )

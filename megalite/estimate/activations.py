@@ -27,7 +27,8 @@ def chunk_activations(
 
     A GPT-2 layer with dropout keeps s·b·h·34 bytes in half precision; with t tensor-parallel ranks s·b·h(10 + 24/t),
     with sequence parallelism s·b·h·34/t; twice that in float32 without the masks. Rotary positions and gated units add
-    what they keep; attention without a fused kernel adds its s² weights.
+    what they keep; attention without a fused kernel adds its s² weights. Where weight gradients wait, with FP8 it is an
+    upper bound: what waits is in eight bits.
     """
     tokens = config.data.seq_length * config.training.micro_batch_size
     layer = _Layer.of(config, fused_attention=fused_attention)
@@ -65,12 +66,18 @@ class _Layer:
         weights = 0.0 if fused_attention else _attention_weights(config) * heads
         mlp = compute * 2 * up
         norms = compute * 2 * between  # their results; their inputs are as large
+        inputs = norms
+        if _inputs_in_eight_bits(config):  # of linear layers; the result of attention is also kept as it is
+            normed = "layernorm" in (config.training.recompute_modules or ())  # kept as they are, to be computed again
+            inputs = norms if normed else norms / compute
+            mlp -= (compute - 1) * model.ffn_hidden_size / tp
+            attention += heads * model.kv_channels / compute
         masks = 2 * between if model.hidden_dropout else 0.0
         modules = _recomputed_modules(config)
-        again = {"core_attn": weights, "mlp": mlp, "layernorm": norms}
+        again = {"core_attn": weights, "mlp": mlp, "layernorm": inputs}
         return cls(
             input=compute * between,
-            kept=2 * norms + masks + compute * attention + weights + mlp,
+            kept=norms + inputs + masks + compute * attention + weights + mlp,
             again=sum(count for name, count in again.items() if name in modules),
             gradients=compute * (up + 2 * model.hidden_size),
         )
@@ -84,6 +91,12 @@ class _Layer:
         if training.recompute_method == "uniform":
             return -(-layers // max(1, count)) * self.input, count * self.kept
         return count * self.input + (layers - count) * self.kept, self.kept
+
+
+def _inputs_in_eight_bits(config: RunConfig) -> bool:
+    """Whether linear layers keep their inputs so: those whose scale is that of a whole tensor."""
+    precision = config.precision
+    return precision.fp8_format is not None and precision.fp8_recipe in ("delayed", "tensorwise")
 
 
 def _attention_weights(config: RunConfig) -> float:

@@ -18,7 +18,8 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank. `local_parameters`: of the rank's part of the model, before sharding."""
+    """Bytes on one rank. `local_parameters`: of the rank's part of the model, before sharding. `fp8_weights`: what is
+    kept of them in eight bits besides, from the first forward after an update on."""
 
     local_parameters: int
     parameters: int
@@ -26,6 +27,7 @@ class MemoryEstimate:
     main_parameters: int
     moments: int
     activations: int
+    fp8_weights: int = 0
 
     @property
     def state(self) -> int:
@@ -34,7 +36,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        return self.state + self.activations
+        return self.state + self.activations + self.fp8_weights
 
 
 def machine_memory() -> int:
@@ -57,6 +59,7 @@ def estimate_memory(
     activations: int,
     ranks: int = 1,
     frozen: int = 0,
+    fp8: int = 0,
 ) -> MemoryEstimate:
     """Prediction for a rank whose part of the model has `local_parameters`, shared out among `ranks` data-parallel
     ranks as the resolved configuration says (Rajbhandari et al. 2020). Padding is left out.
@@ -64,30 +67,31 @@ def estimate_memory(
     In half precision that is 18 bytes a parameter without sharding, 6 + 12/d, 2 + 16/d, 18/d with the three stages;
     with --main-grads-dtype bf16, --main-params-dtype bf16 and moments in fp8 it is 6, 4 + 2/d, 2 + 4/d, 6/d.
     `activations`: the rank's bytes of them at their most. `frozen`: how many of the parameters aren't trained; they
-    have no state and aren't shared out.
+    have no state and aren't shared out. `fp8`: how many are of layers that compute in FP8.
     """
     compute, wide = compute_bytes(config), wide_bytes(config)
-    held = config.precision
-    gradient, main, first, second = (
-        _SMALL_BYTES.get(name, wide)
-        for name in (held.main_grads_dtype, held.main_params_dtype, held.exp_avg_dtype, held.exp_avg_sq_dtype)
-    )
-    if held.main_params_dtype == "bf16":
+    formats = config.precision
+    names = (formats.main_grads_dtype, formats.main_params_dtype, formats.exp_avg_dtype, formats.exp_avg_sq_dtype)
+    gradient, main, first, second = (_SMALL_BYTES.get(name, wide) for name in names)
+    if formats.main_params_dtype == "bf16":
         main = 0  # the parameters themselves
-    elif held.main_params_dtype == "fp32" and compute == wide:
-        main = 0
+    has_main = compute != wide or formats.main_params_dtype != "fp32"
     moments = first + second if config.optimizer.optimizer == "adam" else wide
     stage = STRATEGIES.index(config.layout.data_parallel_sharding_strategy or "no_shard")
     trained = local_parameters - frozen
     share = -(-trained // ranks)
     state = share if stage >= 1 else trained
+    stored = fp8 if config.precision.fp8_param_gather else 0
+    held = frozen + (share if stage >= 3 else trained)
+    kept = 0 if stage >= 3 and not frozen else 2 * fp8 - stored  # as rows and as columns
     return MemoryEstimate(
         local_parameters=local_parameters,
-        parameters=compute * (frozen + (share if stage >= 3 else trained)),
+        parameters=compute * held - (compute - 1) * (-(-stored // ranks) if stage >= 3 else stored),
         main_gradients=gradient * (share if stage >= 2 else trained),
-        main_parameters=main * state,
+        main_parameters=main * (state if has_main else -(-stored // ranks)),
         moments=moments * state,
         activations=activations,
+        fp8_weights=kept,
     )
 
 

@@ -58,7 +58,7 @@ class _Decoder(ShardedModule):
     def __init__(self, build: Build, core: CoreAttention, span: StageSpan):
         super().__init__()
         numbers = range(span.first_layer, span.last_layer)
-        self.layers = nn.ModuleDict({str(n): TransformerLayer(build, core, n) for n in numbers})
+        self.layers = nn.ModuleDict({str(n): TransformerLayer(build.in_layer(n), core, n) for n in numbers})
         self.layers_at_once = max(1, build.recompute.layers_at_once)
         self.recomputed = len(self.layers) if build.recompute.layers_at_once else build.recompute.first_layers
         self.final_layernorm = None

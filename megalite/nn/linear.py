@@ -6,6 +6,7 @@ that computes it where torch has such a one. Without a sink the layer is an ordi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -25,7 +26,7 @@ from megalite.distributed.param_spec import NO_DECAY, ZEROS, Box, Init, ParamSpe
 from megalite.nn.gradients import GradientSink, WeightGradients, sink_of
 from megalite.nn.module import Build, ShardedModule
 from megalite.nn.tokens import Tokens
-from megalite.precision.products import Products
+from megalite.precision.products import Factor, Products, Role
 
 
 def _whole(part: Tensor, group: Group | None) -> Tensor:
@@ -46,10 +47,13 @@ class _LinearOptions:
     scatter: Group | None
     gradients: WeightGradients | None
 
-    def output(self, x: Tensor, weight: Tensor, onto: Tensor | None) -> Tensor:
+    def input(self, x: Tensor) -> Factor:
+        """The whole input."""
+        return self.products.factor("input", _whole(x, self.gather))
+
+    def output(self, x: Factor, weight: Tensor, onto: Tensor | None) -> Tensor:
         """x W^T, or `onto` with that added."""
-        x = _whole(x, self.gather)
-        matrix = weight.view(-1, x.shape[-1])[: self.rows]
+        matrix = weight.view(-1, x.tensor.shape[-1])[: self.rows]
         if onto is not None:
             self.products.add_output(onto, x, matrix)
             return onto
@@ -57,14 +61,16 @@ class _LinearOptions:
         return y if self.scatter is None else start_reduce_scatter(y, self.scatter).wait()
 
     @torch.no_grad()
-    def fill_later(self, sink: GradientSink, grad: Tensor, x: Tensor) -> None:
-        """Add a weight's gradient of this rank's parts of the sequence."""
-        self.fill(sink, _whole(grad, self.scatter), _whole(x, self.gather))
+    def fill_later(self, sink: GradientSink, grad: Sequence[Tensor], x: Sequence[Tensor]) -> None:
+        """Add a weight's gradient of what was kept of this rank's parts of the sequence."""
+        whole_grad = self.products.restore("gradient", _whole(grad[0], self.scatter), *grad[1:])
+        whole_x = self.products.restore("input", _whole(x[0], self.gather), *x[1:])
+        self.fill(sink, whole_grad, whole_x)
 
     @torch.no_grad()
-    def fill(self, sink: GradientSink, grad: Tensor, x: Tensor) -> None:
+    def fill(self, sink: GradientSink, grad: Factor, x: Factor) -> None:
         """Add a weight's gradient, of whole sequences."""
-        rows = sink.target().view(-1, x.shape[-1])[: grad.shape[-1]]
+        rows = sink.target().view(-1, x.tensor.shape[-1])[: grad.tensor.shape[-1]]
         self.products.add_weight_gradient(rows, grad, x)
 
 
@@ -79,25 +85,27 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, onto: Tensor | None, how: _LinearOptions) -> Tensor:
+        factor = how.input(x)
         # A frozen weight needs no input kept for its gradient.
-        ctx.save_for_backward(weight, *([x] if ctx.needs_input_grad[1] else []))
+        ctx.save_for_backward(weight, *(how.products.keep(factor, x) if ctx.needs_input_grad[1] else ()))
         ctx.how, ctx.inputs = how, x.shape[-1]
         ctx.sink = sink_of(weight)  # recomputation hands the backward another tensor, without it
         if onto is not None:
             ctx.mark_dirty(onto)
-        return how.output(x, weight, onto)
+        return how.output(factor, weight, onto)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         how, (weight, *kept) = ctx.how, ctx.saved_tensors
+        grad = how.products.factor("gradient", _whole(grads[0], how.scatter))
         if kept and ctx.sink is not None and how.gradients is not None and how.gradients.deferred:
-            how.gradients.jobs.append(partial(how.fill_later, ctx.sink, grads[0], kept.pop()))
-        grad = _whole(grads[0], how.scatter)
-        gathered = [Pending(x) if how.gather is None else start_all_gather(x, how.gather) for x in kept]
+            how.gradients.jobs.append(partial(how.fill_later, ctx.sink, how.products.keep(grad, grads[0]), kept))
+            kept = []
+        gathered = [Pending(x) if how.gather is None else start_all_gather(x, how.gather) for x in kept[:1]]
         x_grad = None
         if ctx.needs_input_grad[0]:
             x_grad = Pending(how.products.input_gradient(grad, weight.view(-1, ctx.inputs)[: how.rows]))
-        x_full = [pending.wait() for pending in gathered]
+        x_full = [how.products.restore("input", pending.wait(), *kept[1:]) for pending in gathered]
         if x_grad is not None and how.gather is not None:
             x_grad = start_reduce_scatter(x_grad.result, how.gather)
         elif x_grad is not None and how.group is not None:
@@ -107,9 +115,9 @@ class _Linear(torch.autograd.Function):
             how.fill(ctx.sink, grad, x_full[0])
         elif x_full:
             weight_grad = torch.zeros_like(weight)
-            rows = weight_grad.view(-1, ctx.inputs)[: grad.shape[-1]]
+            rows = weight_grad.view(-1, ctx.inputs)[: grad.tensor.shape[-1]]
             rows.copy_(how.products.weight_gradient(grad, x_full[0]))
-        onto_grad = grad if ctx.needs_input_grad[2] else None
+        onto_grad = grad.tensor if ctx.needs_input_grad[2] else None
         return None if x_grad is None else x_grad.wait(), weight_grad, onto_grad, None
 
 
@@ -145,19 +153,22 @@ def linear(
         gradients=gradients,
     )
     if not torch.is_grad_enabled():
-        return how.output(x, weight, onto)
+        return how.output(how.input(x), weight, onto)
     return cast(Tensor, _Linear.apply(x, weight, onto, how))
 
 
-class _ParallelLinear(ShardedModule):
+class ParallelLinear(ShardedModule):
     """A weight that is cut over the tensor-parallel ranks, and perhaps a bias. `lora`: adds what low-rank matrices do
-    to the output, in place, called with it and the same arguments."""
+    to the output, in place, called with it and the same arguments.
 
-    def __init__(self, build: Build, weight: ParamSpec, bias: ParamSpec | None):
+    `cut`: the factors of its products of which ranks hold different parts.
+    """
+
+    def __init__(self, build: Build, weight: ParamSpec, bias: ParamSpec | None, cut: tuple[Role, ...]):
         super().__init__()
         self.group, self.sequence_parallel = build.mesh.tp, build.mesh.layout.sequence_parallel
-        self.gradients, self.products = build.weight_gradients, build.precision.products()
-        self.weight = self.add_parameter("weight", weight, build)
+        self.gradients, self.products = build.weight_gradients, build.products(cut)
+        self.weight = self.add_parameter("weight", weight, build, build.precision.weight)
         self.bias = None if bias is None else self.add_parameter("bias", bias, build)
         self.lora: nn.Module | None = None
 
@@ -167,7 +178,7 @@ class _ParallelLinear(ShardedModule):
         return y if self.lora is None else cast(Tensor, self.lora(y, x, tokens))
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """A linear layer whose outputs are cut over the tensor-parallel ranks.
 
     `shape` is the logical weight [..., in]; `boxes` say which part is here, and `local_shape` its shape here. The bias
@@ -186,7 +197,7 @@ class ColumnParallelLinear(_ParallelLinear):
         bias = None
         if bias_boxes is not None:
             bias = ParamSpec(shape[:-1], local_shape[:-1], bias_boxes, ZEROS, NO_DECAY)
-        super().__init__(build, ParamSpec(shape, local_shape, boxes, init), bias)
+        super().__init__(build, ParamSpec(shape, local_shape, boxes, init), bias, ("weight", "gradient"))
 
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         """`x` [s, b, in], equal on all ranks (or this rank's part of s) → [s, b, local outputs], flat."""
@@ -195,7 +206,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return self._finished(y, x, tokens)
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """A linear layer [out, in] whose inputs are cut over the tensor-parallel ranks; outputs are summed, then the bias
     is added once."""
 
@@ -206,6 +217,7 @@ class RowParallelLinear(_ParallelLinear):
             build,
             ParamSpec(shape, (outputs, inputs // place.tp), cut(shape, 1, place), init),
             ParamSpec((outputs,), (outputs,), boxes, ZEROS, treatment=NO_DECAY) if bias else None,
+            ("input", "weight"),
         )
 
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:

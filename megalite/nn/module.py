@@ -7,7 +7,7 @@ the parameter in the model, and layers are keyed by their global number, so no n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from megalite.distributed.pieces import Piece, whole
 from megalite.nn.gradients import WeightGradients
 from megalite.nn.recompute import Recompute
 from megalite.precision.policy import Precision
+from megalite.precision.products import Products, Role
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,21 @@ class Build:
     recompute: Recompute = field(default_factory=Recompute)
     without_values: bool = False
 
+    def in_layer(self, number: int) -> Build:
+        """This, for a layer, counted from 0: some may be kept out of eight bits."""
+        fp8 = self.precision.fp8
+        if fp8 is None or fp8.covers(number, self.config.num_layers):
+            return self
+        return replace(self, precision=replace(self.precision, fp8=None))
+
+    def products(self, cut: tuple[Role, ...]) -> Products:
+        """The matrix products of a linear layer, of which ranks hold different parts of the factors in `cut`.
+
+        A whole input is a norm's result. Where that is computed again, it must be found among what is kept.
+        """
+        keeps_input = "input" in cut or "layernorm" not in self.recompute.modules
+        return self.precision.products(self.mesh.tp, cut, self.mesh.device, keeps_input=keeps_input)
+
     def place(self, stages: tuple[int, ...] | None = None) -> Place:
         """Where this rank's parameters lie."""
         return Place(self.mesh.layout, self.mesh.rank, stages)
@@ -48,9 +64,11 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.param_specs: dict[str, ParamSpec] = {}
 
-    def add_parameter(self, name: str, spec: ParamSpec, build: Build) -> nn.Parameter:
-        """Register an uninitialised parameter of the spec's local shape, in the compute dtype on the mesh's device."""
-        parameter = nn.Parameter(torch.empty(spec.local_shape, dtype=build.precision.compute, device=build.mesh.device))
+    def add_parameter(self, name: str, spec: ParamSpec, build: Build, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """Register an uninitialised parameter of the spec's local shape, in the compute dtype or another, on the mesh's
+        device."""
+        dtype = dtype or build.precision.compute
+        parameter = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=build.mesh.device))
         if build.without_values:
             parameter.untyped_storage().resize_(0)
         self.register_parameter(name, parameter)

@@ -51,12 +51,12 @@ class Slot:
 
 
 class Bucket:
-    """Flat tensors of one group of parameters, which are of one domain.
+    """Flat tensors of one group of parameters, which are of one domain and one dtype.
 
     `number`: among all of this rank's. `first_unit`: of the units that use these parameters the one whose backward is
     last. `group`: the ranks over which it is reduced and gathered.
 
-    `params`: whole, in the compute dtype; with sharded parameters its storage comes and goes, and `held_params` stays.
+    `params`: whole, in the parameters' dtype; if they are sharded its storage comes and goes, and `held_params` stays.
     `grads`: whole, in the main gradients' dtype; None with sharded gradients. `first`, `last`: the range of the bucket
     that this rank updates; all of it where the state isn't sharded. `held_grads` and `held_params` are that range.
     """
@@ -86,7 +86,7 @@ class Bucket:
         self.size = _round_up(end, max(alignment_of(slot.spec) for slot in self.slots) * ranks)
         share, rank = (self.size // ranks, self.group.rank) if sharding.state else (self.size, 0)
         self.first, self.last = share * rank, share * (rank + 1)
-        self.params = torch.zeros(self.size, dtype=precision.compute, device=mesh.device)
+        self.params = torch.zeros(self.size, dtype=members[0][1].dtype, device=mesh.device)
         for slot in self.slots:
             if slot.parameter.untyped_storage().nbytes():  # else it was built without values
                 slot.view(self.params).copy_(slot.parameter.detach())
@@ -151,18 +151,19 @@ def build_buckets(units: Sequence[Unit], mesh: Mesh, precision: Precision, shard
 
 def _groups(units: Sequence[Sequence[Member]], sharding: Sharding) -> Iterator[list[Member]]:
     """The members of each bucket, from those of a chunk's units in the order of a backward."""
-    open_: dict[Domain, list[Member]] = {}
+    open_: dict[tuple[Domain, torch.dtype], list[Member]] = {}
     for members in units:
         for member in members:
             spec = member[2]
             if len(spec.stages) > 1:
                 yield [member]
                 continue
-            group = open_.setdefault(spec.domain, [])
+            kind = spec.domain, member[1].dtype
+            group = open_.setdefault(kind, [])
             group.append(member)
             elements = sum(prod(spec.local_shape) for _, _, spec in group)
             if sharding.bucket_size is not None and elements >= sharding.bucket_size:
-                yield open_.pop(spec.domain)
+                yield open_.pop(kind)
         if sharding.parameters:
             yield from open_.values()
             open_.clear()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megalite.optimizer.buckets import Bucket
@@ -36,7 +37,10 @@ class Gatherer:
         ]
 
     def _start(self, bucket: Bucket) -> None:
-        self._pending[bucket] = self.transport.all_gather(bucket.params, bucket.held_params, bucket.group)
+        whole, mine = bucket.params, bucket.held_params
+        if whole.element_size() == 1:  # communication libraries know no formats of eight bits
+            whole, mine = whole.view(torch.uint8), mine.view(torch.uint8)
+        self._pending[bucket] = self.transport.all_gather(whole, mine, bucket.group)
 
     def _wait(self, bucket: Bucket) -> None:
         pending = self._pending.pop(bucket, None)
@@ -76,7 +80,12 @@ class WholeGatherer(Gatherer):
             self.finish()
 
     def parameters_changed(self) -> None:
-        """Nothing to do: every rank holds the whole parameters."""
+        """Every rank has filled the whole parameters; but of those in eight bits, which are rounded from main
+        parameters, its part alone."""
+        for bucket in self.buckets:
+            if bucket.params.element_size() == 1:
+                self._start(bucket)
+        self.finish()
 
 
 class UnitGatherer(Gatherer):

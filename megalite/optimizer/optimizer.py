@@ -26,6 +26,7 @@ from megalite.optimizer.reduction import GradientReducer, Recorder
 from megalite.optimizer.segments import build_segments
 from megalite.optimizer.sharding import Sharding, Unit
 from megalite.optimizer.transport import Transport
+from megalite.precision.fp8 import Fp8Scaling
 from megalite.precision.policy import Precision
 
 
@@ -51,14 +52,16 @@ class Optimizer:
         config: OptimizerConfig,
         sharding: Sharding | None = None,
         transport: Transport | None = None,
+        scaling: Fp8Scaling | None = None,
         seed: int = 0,
     ):
-        """`transport`: for the data-parallel collectives, in place of the plain one. `seed`: of random rounding."""
+        """`transport`: for the data-parallel collectives, in place of the plain one. `scaling`: of the layers in eight
+        bits. `seed`: of random rounding."""
         self.config, self.mesh, self.precision = config, mesh, precision
         self.sharding = sharding = sharding or Sharding()
         self.buckets = build_buckets(units, mesh, precision, sharding)
         self.names = global_names(self.buckets, mesh)
-        self.transport = transport or Transport()
+        self.transport, self.scaling = transport or Transport(), scaling or Fp8Scaling({}, mesh)
         self.reducer = GradientReducer(self.buckets, units, self.transport, precision, sharding)
         kind = UnitGatherer if sharding.parameters else WholeGatherer
         self.gatherer: WholeGatherer | UnitGatherer = kind(self.buckets, self.transport, units, sharding)
@@ -126,10 +129,16 @@ class Optimizer:
             yield from bucket.pieces(bucket.held_grads)
 
     def parameter_pieces(self) -> dict[str, Piece]:
-        """The trainable parameters held here, in the compute dtype, by global name. Collective: gathers are awaited."""
+        """The trainable parameters held here, in the compute dtype, by global name; of those stored in eight bits the
+        main parameters. Collective: gathers are awaited."""
         self.finish_gathers()
         pieces: dict[str, Piece] = {}
+        for segment in self.segments:
+            if segment.in_eight_bits:
+                pieces |= {piece.name: piece for piece in segment.pieces(segment.main.detach())}
         for bucket in self.buckets:
+            if bucket.params.element_size() == 1:
+                continue
             if bucket.sharding.parameters:
                 pieces |= {piece.name: piece for piece in bucket.pieces(bucket.held_params)}
             else:
@@ -176,10 +185,24 @@ class Optimizer:
         for engine in self.engines:
             engine.step(factor, {"default": lr, "decoupled": decoupled_lr}, weight_decay)
         self.steps += 1
-        for segment in self.segments:
-            if segment.is_copy:
-                segment.parameters.copy_(segment.main.detach(), non_blocking=True)
+        self._round()
         self.gatherer.updated()
+
+    def _round(self) -> None:
+        """Main parameters into those that layers use, where these are others."""
+        for segment in self.segments:
+            if segment.is_copy and not segment.in_eight_bits:
+                segment.parameters.copy_(segment.main.detach(), non_blocking=True)
+        self._round_to_eight_bits()
+
+    def _round_to_eight_bits(self) -> None:
+        self.scaling.parameters_changed()
+        pieces = []
+        for segment in self.segments:
+            if segment.in_eight_bits:
+                pairs = zip(segment.pieces(segment.main.detach()), segment.pieces(segment.parameters), strict=True)
+                pieces += [(main.name, main.flat, rounded.flat) for main, rounded in pairs]
+        self.scaling.store_weights(pieces)
 
     def finish_gathers(self) -> None:
         """Wait for gathers under way, so that parameters may be read from outside the model's forward."""
@@ -190,10 +213,11 @@ class Optimizer:
         where there are any beside the parameters."""
         if not (with_state and self.precision.needs_main_parameters):
             for segment in self.segments:
-                if segment.is_copy:
+                if segment.is_copy and not segment.in_eight_bits:
                     segment.main.detach().copy_(segment.parameters)
         for engine in self.engines:
             engine.loaded(with_state=with_state)
+        self._round_to_eight_bits()
         self.gatherer.parameters_changed()
 
     def named_state(self, *, to_fill: bool = False) -> Iterator[tuple[str, Piece]]:
@@ -203,7 +227,7 @@ class Optimizer:
             for segment in engine.segments:
                 for kind, piece in engine.state(segment, to_fill=to_fill):
                     yield f"{kind}.{piece.name}", piece
-                if self.precision.needs_main_parameters:
+                if self.precision.needs_main_parameters and not segment.in_eight_bits:
                     for piece in segment.pieces(segment.main.detach()):
                         yield f"main.{piece.name}", piece
 

@@ -49,6 +49,11 @@ class Segment:
         return self.main.grad
 
     @property
+    def in_eight_bits(self) -> bool:
+        """Whether the bucket's own parameters are, which then have no meaning without their scales."""
+        return self.parameters.element_size() == 1
+
+    @property
     def is_copy(self) -> bool:
         """Whether `main` is apart from the bucket's parameters."""
         return self.main.data_ptr() != self.parameters.data_ptr()
@@ -80,10 +85,10 @@ def _main(bucket: Bucket, start: int, stop: int, on_host: bool, precision: Preci
     main = parameters
     if on_host:
         pinned = parameters.is_cuda  # copies from pinned memory run beside the device's work
-        dtype = precision.wide if precision.needs_main_parameters else parameters.dtype
+        dtype = precision.wide if precision.states.main_params == "fp32" else parameters.dtype
         main = torch.empty(stop - start, dtype=dtype, pin_memory=pinned).copy_(parameters)
         gradient = torch.empty(stop - start, dtype=gradient.dtype, pin_memory=pinned)
-    elif precision.needs_main_parameters:
+    elif parameters.dtype != precision.wide and precision.states.main_params == "fp32":
         main = parameters.to(precision.wide)
     result = nn.Parameter(main, requires_grad=False)
     result.grad_dtype = None  # any

@@ -8,6 +8,7 @@ E4M3 and E5M2: Micikevicius et al. 2022. E2M1 and the scales E8M0: Open Compute 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,11 @@ class FloatFormat:
     least_exponent: int
     largest: float
     dtype: torch.dtype
+
+    @property
+    def limit(self) -> float:
+        """Halfway from `largest` to what would be the next number: beyond it a cast saturates."""
+        return self.largest + 2.0 ** (math.frexp(self.largest)[1] - 2 - self.mantissa_bits)
 
 
 E4M3 = FloatFormat("E4M3", 3, -6, 448.0, torch.float8_e4m3fn)

@@ -44,6 +44,7 @@ class StepRecord:
     params_norm: float | None = None
     num_zeros: int | None = None
     largest_grad_norms: Mapping[str, float] | None = None
+    fp8: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,7 @@ class TensorBoard(Sink):
         values = _step_scalars(record)
         if self.memory:
             values["mem-allocated-bytes"] = allocated_bytes()
+        values |= {f"fp8/{name}": value for name, value in (record.fp8 or {}).items()}
         for tag, value in values.items():
             self.writer.add_scalar(tag, value, record.iteration)
 

@@ -5,9 +5,12 @@ Key idea: a checkpoint is of this, and a proof or a planner needs no more to kno
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+from torch import nn
 
 from megalite.config.schema import RunConfig
 from megalite.distributed.mesh import Mesh
@@ -16,12 +19,14 @@ from megalite.estimate.model import AdapterWork, training_flops_per_token
 from megalite.models.gpt import GPTStage, units_of
 from megalite.models.stages import stage_spans
 from megalite.nn.attention_backend import AttentionBackend
+from megalite.nn.linear import ParallelLinear
 from megalite.nn.module import Build, initialize_pieces, specs_of
 from megalite.nn.recompute import Recompute
 from megalite.optimizer.optimizer import Optimizer
 from megalite.optimizer.sharding import Sharding
 from megalite.optimizer.transport import Transport
 from megalite.peft.adapter import AdapterPlan, plan_adapter
+from megalite.precision.fp8 import Fp8, Fp8Products, Fp8Scaling
 from megalite.precision.policy import Precision
 from megalite.training.base_model import base_names
 
@@ -39,6 +44,7 @@ class TrainedModel:
     stages: list[GPTStage]
     adapter: AdapterPlan | None
     optimizer: Optimizer
+    scaling: Fp8Scaling
     base_names: set[str]
 
     def entries(self, *, state: bool, frozen: bool, to_fill: bool = False) -> Iterator[Piece]:
@@ -52,7 +58,7 @@ class TrainedModel:
             if piece is not None:  # none where all of a sharded parameter is elsewhere
                 yield piece._replace(name=f"model.{name}")
         if state:
-            for key, piece in self.optimizer.named_state(to_fill=to_fill):
+            for key, piece in itertools.chain(self.optimizer.named_state(to_fill=to_fill), self.scaling.state()):
                 yield piece._replace(name=f"optimizer.{key}")
 
     @cached_property
@@ -96,10 +102,12 @@ def build_model(
 ) -> TrainedModel:
     """Build and initialise a rank's part. `transport`: for the optimizer's data-parallel collectives, in place of the
     mesh's own. Collective over the world."""
-    precision = Precision.from_config(config.precision)
     sharding = Sharding.from_config(config.layout, config.optimizer, mesh.dp_cp.size)
-    # Sharded parameters get values from their shards; frozen ones are not sharded.
-    without_values = sharding.parameters and config.peft.peft == "none"
+    come_and_go = sharding.parameters and config.peft.peft == "none"  # frozen ones are not sharded
+    fp8 = Fp8.from_config(config.precision, mesh.device, keeps=not come_and_go, measures=config.logging.log_fp8_stats)
+    precision = Precision.from_config(config.precision, fp8)
+    # Sharded parameters get values from their shards, those stored in eight bits from main parameters.
+    without_values = come_and_go or config.precision.fp8_param_gather
     outputs = None if classes is None else len(classes)
     stages = build_stages(config, mesh, precision, vocab_size, backend, outputs, without_values=without_values)
     folder, seed = config.finetune.load_hf, config.training.seed
@@ -110,11 +118,20 @@ def build_model(
     if config.peft.peft != "none":
         adapter = plan_adapter(config.peft, config.model, vocab_size, mesh.world, outputs)
         adapter.apply(stages, mesh=mesh, precision=precision, seed=seed)
-    optimizer = Optimizer(units_of(stages), mesh, precision, config.optimizer, sharding, transport, seed)
+    scaling = Fp8Scaling({name: products for name, _, products in fp8_weights(stages)}, mesh)
+    optimizer = Optimizer(units_of(stages), mesh, precision, config.optimizer, sharding, transport, scaling, seed)
     if without_values:
         _initialize(optimizer.parameter_pieces().values(), from_base, seed)
         optimizer.parameters_loaded(with_state=False)
-    return TrainedModel(config, mesh, precision, vocab_size, classes, stages, adapter, optimizer, from_base)
+    return TrainedModel(config, mesh, precision, vocab_size, classes, stages, adapter, optimizer, scaling, from_base)
+
+
+def fp8_weights(stages: Iterable[GPTStage]) -> Iterator[tuple[str, nn.Parameter, Fp8Products]]:
+    """(global name, weight, products) of the linear layers that compute in FP8."""
+    for stage in stages:
+        for name, module in stage.named_modules():
+            if isinstance(module, ParallelLinear) and isinstance(module.products, Fp8Products):
+                yield f"{name}.weight", module.weight, module.products
 
 
 def _initialize(pieces: Iterable[Piece], loaded: set[str], seed: int) -> None:

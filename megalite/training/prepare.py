@@ -27,6 +27,7 @@ from megalite.optimizer.fused import check_adam_backend
 from megalite.optimizer.schedule import BatchSchedule
 from megalite.peft.checks import adapter_problems, check_resumed_adapter
 from megalite.peft.files import base_note
+from megalite.precision.backends import check_fp8_backend
 from megalite.training import resume
 from megalite.training.base_model import check_base_weights, read_adapter_flags, read_base_model
 from megalite.training.evaluation import Prompts
@@ -111,7 +112,9 @@ def prepare(
         loaders=_loaders(),
     )
     prepared = prepare_config(config, environment, notes)
-    stages = memory_by_stage(prepared.config, prepared.vocab_size, prepared.backend, environment.world_size)
+    stages = memory_by_stage(
+        prepared.config, prepared.vocab_size, prepared.backend, environment.world_size, prepared.device
+    )
     memory = check_memory(stages, prepared.config, environment, prepared.device)
     return replace(prepared, notes=[*prepared.notes, *memory])
 
@@ -128,6 +131,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         with deterministic(config.training.deterministic_mode):
             try_kernel(config, backend, device)
         problems = [*check_token_files(config), *check_sinks(config), *check_adam_backend(config, device.type)]
+        problems += check_fp8_backend(config.precision, device)
         refuse([*problems, *run_problems(config, environment.world_size)])
         for given in filter(None, (config.checkpoint.load, config.checkpoint.pretrained_checkpoint)):
             refuse_other_kind(Path(given), "--load")

@@ -21,9 +21,10 @@ from megalite.nn.embedding import padded_vocabulary
 from megalite.peft.apply import apply_peft, owned_parameters
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.timeline import peak_live
+from megalite.precision.fp8 import Fp8
 from megalite.precision.policy import Precision
 from megalite.training.executor import LoweredSchedules
-from megalite.training.model import TrainedModel, build_stages
+from megalite.training.model import TrainedModel, build_stages, fp8_weights
 from megalite.training.task import TASKS
 
 
@@ -80,14 +81,16 @@ def predicted_memory(
         activations=peak_live(actions, [chunk.kept for chunk in chunks]) + max(chunk.working for chunk in chunks),
         frozen=sum(p.numel() for stage in stages for p in stage.parameters() if not p.requires_grad),
         ranks=mesh.dp_cp.size,
+        fp8=sum(weight.numel() for _, weight, _ in fp8_weights(stages)),
     )
 
 
 def memory_by_stage(
-    config: RunConfig, vocab_size: int, backend: AttentionBackend, world_size: int
+    config: RunConfig, vocab_size: int, backend: AttentionBackend, world_size: int, device: torch.device
 ) -> list[MemoryEstimate]:
     """`predicted_memory` of each pipeline rank, before there is a model: of shapes without memory."""
-    layout, precision = Layout.from_config(config.layout, world_size), Precision.from_config(config.precision)
+    layout = Layout.from_config(config.layout, world_size)
+    precision = Precision.from_config(config.precision, Fp8.from_config(config.precision, device))
     # How many classes there are the data may have to tell; a head is small.
     classes = None if TASKS[config.finetune.task].of_tokens else len(config.finetune.class_names or [""])
     estimates, actions = [], LoweredSchedules(config, 0).training_of_all(config.microbatches_per_step(layout.dp))
@@ -135,6 +138,7 @@ def _memory_lines(stages: Sequence[MemoryEstimate]) -> list[str]:
         f"predicted memory per rank{most}: {size(memory.total)} = parameters {size(memory.parameters)} "
         f"+ main gradients {size(memory.main_gradients)} + main parameters {size(memory.main_parameters)} "
         f"+ moments {size(memory.moments)} + activations {size(memory.activations)}"
+        + (f" + weights in FP8 {size(memory.fp8_weights)}" if memory.fp8_weights else "")
     ]
     if len({stage.total for stage in stages}) > 1:
         lines.append("by pipeline rank: " + ", ".join(size(stage.total) for stage in stages))
@@ -162,6 +166,7 @@ def opening_block(model: TrainedModel, datasets: Datasets, *, threads: int, iter
         _layout_line(config, model.mesh, threads),
         f"precision: {model.precision.name}; attention: {backend.kernel} ({backend.reason}); "
         f"norm: torch {config.model.normalization}; optimizer: {model.optimizer.description}",
+        *([model.precision.fp8.description] if model.precision.fp8 else []),
         f"batch: {training.global_batch_size} sequences of {'up to ' if short else ''}{config.data.seq_length} tokens "
         f"a step, micro batch {training.micro_batch_size}; {of:,} steps, starting after {iteration:,}",
         *(f"data: {summary.line()}" for summary in datasets.summaries),

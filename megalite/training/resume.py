@@ -183,10 +183,10 @@ def save(model: TrainedModel, progress: Progress, root: str, *, retain: Retentio
 def _named_by_source(pieces: Iterable[Piece], directory: CheckpointDirectory, model: TrainedModel) -> Iterator[Piece]:
     """Pieces named by the stored entries that fill them: a wide weight takes a half-precision run's main parameter, and
     a main parameter takes a wide run's weight."""
-    stored, half = set(stored_tensors(directory)), model.precision.compute != model.precision.wide
+    stored, wide = set(stored_tensors(directory)), model.precision.wide
     for piece in pieces:
         key, main = piece.name, piece.name.replace("model.", "optimizer.main.", 1)
-        if key.startswith("model.") and not half and main in stored:
+        if key.startswith("model.") and piece.flat.dtype == wide and main in stored:
             key = main
         elif key.startswith("optimizer.main.") and key not in stored:
             key = key.replace("optimizer.main.", "model.", 1)
@@ -228,7 +228,7 @@ def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress
     Collective over the world."""
     config, optimizer = model.config, model.optimizer
     with_optimizer = config.checkpoint.load_optim and not weights_only
-    stored = set(stored_tensors(directory))
+    stored = stored_tensors(directory)
     new_head = weights_only and config.finetune.task == "classification" and f"model.{HEAD}" not in stored
     if config.finetune.task == "classification" and not new_head:
         _check_classes(directory, config.finetune.class_names)
@@ -238,9 +238,16 @@ def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress
             f"{directory.path} holds no optimizer state: load its weights alone with --no-load-optim or --finetune"
         )
     entries = model.entries(state=with_optimizer, frozen=model.adapter is None, to_fill=True)
-    wanted = (piece for piece in entries if not (new_head and piece.name == f"model.{HEAD}"))
-    pieces = _named_by_source(wanted, directory, model)
+    new = {f"model.{HEAD}"} if new_head else set()
+    if with_optimizer:
+        histories = {f"optimizer.{key}": piece.spec.shape for key, piece in model.scaling.state()}
+        missing = {key for key, shape in histories.items() if key not in stored or stored[key].shape != shape}
+        if missing:
+            notes.append(f"note: {directory.path} has no FP8 history for {len(missing)} layers: it starts anew there")
+        new |= missing
+    pieces = _named_by_source((piece for piece in entries if piece.name not in new), directory, model)
     load_checkpoint(directory, mesh=model.mesh, pieces=pieces, strict=not new_head)
+    model.scaling.loaded()  # first: weights that are stored in FP8 are rounded by it
     optimizer.parameters_loaded(with_state=with_optimizer)
     if weights_only:
         return []

@@ -90,6 +90,7 @@ class Trainer:
         tokens = counted.clamp(min=1).to(torch.float64)
         with self.timers.section("forward-backward"):
             self.optimizer.begin_step(len(microbatches))
+            self.model.scaling.begin_step()
             state = self.progress.state
             key = random.fold(state.dropout_seed, "dropout")
             if self.mesh.device.type == "cuda":
@@ -109,7 +110,9 @@ class Trainer:
         rate = schedule.learning_rate(state.schedule_samples)
         zeros = self.optimizer.count_zeros() if self.config.logging.log_num_zeros_in_grad else None
         largest = self._largest_norms(loss_scale)
+        fp8 = self.model.scaling.statistics() if self.config.logging.log_fp8_stats else None
         if finite:
+            self.model.scaling.end_step()
             with self.timers.section("optimizer"):
                 self.optimizer.step(
                     result,
@@ -146,6 +149,7 @@ class Trainer:
             params_norm=self.optimizer.parameter_norm() if self.config.logging.log_params_norm else None,
             num_zeros=zeros,
             largest_grad_norms=largest,
+            fp8=fp8,
         )
 
     def _largest_norms(self, loss_scale: float) -> dict[str, float] | None:

@@ -19,7 +19,9 @@ def for_proof(config: RunConfig, steps: int) -> RunConfig:
     """The same computation in float64 on CPUs, one thread a rank, from the same weights; it resumes and writes
     nothing."""
     config = copy.deepcopy(config)
-    config.precision = replace(config.precision, bf16=False, fp16=False, fp64=True, grad_reduce_in_bf16=False)
+    config.precision = replace(
+        config.precision, bf16=False, fp16=False, fp64=True, grad_reduce_in_bf16=False, fp8_backend="auto"
+    )
     config.precision.main_grads_dtype = "fp32"
     config.layout.device, config.layout.threads_per_rank, config.layout.distributed_backend = "cpu", 1, None
     for field in all_fields().values():
@@ -48,6 +50,7 @@ def _starting_weights(given: CheckpointConfig) -> CheckpointConfig:
 def on_one_process(config: RunConfig) -> RunConfig:
     """Without any layout, schedule or recompute: the truth."""
     config = copy.deepcopy(config)
+    config.precision.fp8_param_gather = False  # there are no shards to gather
     kept = {name: getattr(config.layout, name) for name in WHERE_NOT_HOW}
     config.layout = LayoutConfig(**kept)
     for field in fields(config.training):

@@ -10,6 +10,7 @@ import json
 import random
 from pathlib import Path
 
+from megalite.config.check_precision import FP8_BLOCKS, cut_blocks
 from megalite.config.errors import FlagError
 from megalite.config.resolve import parse_window, pipeline_units, shards, virtual_stages
 from megalite.config.schema import CheckpointConfig, LayoutConfig, RunConfig, TokenizerConfig
@@ -60,6 +61,7 @@ def shrink(
     _small_heads(config, copied=given.layout.tensor_model_parallel_size > model.num_query_groups)
     _small_stages(config, given)
     _small_batch(config, 16 * tp * config.layout.context_parallel_size, folder)
+    _fit_blocks(config, tp)
     training.micro_batch_size = min(training.micro_batch_size or 1, 2)
     training.global_batch_size = training.micro_batch_size * data_parallel_size * 2 * pp
     # In the few steps of a proof a warm-up of a real run's length would leave the weights where they are.
@@ -79,6 +81,17 @@ def _small_heads(config: RunConfig, *, copied: bool) -> None:
     heads = groups * share
     model.num_attention_heads, model.num_query_groups = heads, groups
     model.hidden_size, model.kv_channels, model.ffn_hidden_size = 8 * heads, 8, 3 * 8 * heads
+
+
+def _fit_blocks(config: RunConfig, tp: int) -> None:
+    """With FP8 widen what tensor parallelism would cut inside a block of elements that share a scale."""
+    model, recipe = config.model, config.precision.fp8_recipe
+    if config.precision.fp8_format is None or not cut_blocks(model, recipe, tp):
+        return
+    multiple = tp * FP8_BLOCKS[recipe]
+    model.ffn_hidden_size = -(-model.ffn_hidden_size // multiple) * multiple
+    while cut_blocks(model, recipe, tp):
+        model.kv_channels, model.hidden_size = 2 * model.kv_channels, 2 * model.hidden_size
 
 
 def _small_stages(config: RunConfig, given: RunConfig) -> None:
@@ -169,6 +182,7 @@ def for_matrix(config: RunConfig, variant: Variant, folder: Path | None = None) 
     model.num_layers, model.num_attention_heads, model.hidden_size = max(2, variant.pp * variant.chunks), 4, 32
     model.num_query_groups = 2 if model.group_query_attention else 1
     model.ffn_hidden_size, model.kv_channels = 96, 8
+    _fit_blocks(config, variant.tp)
     _small_batch(config, 16, folder)
     config.training.micro_batch_size, config.training.global_batch_size = 1, 2 * variant.pp * variant.dp
     return config

@@ -115,7 +115,7 @@ MISTAKES = [
     "--global-batch-size 7",
     "--bf16 --fp16",
     "--seq-length 128",
-    "--fp8-format hybrid",
+    "--compile",
     "@examples/none.args",
 ]
 

@@ -150,16 +150,11 @@ def test_megatrons_gpt3_175b_list_is_taken_as_it_stands() -> None:
     assert config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
 
 
-def test_megatrons_llama3_8b_list_lacks_only_what_is_not_built() -> None:
-    *lines, last = refused(f"{LLAMA3_8B} {LLAMA3_8B_FP8} {LLAMA3_8B_SHARDING}", 8)
-    assert last == f"to run, remove these flags: {LLAMA3_8B_FP8}"
-    assert all(line.endswith(" is not built yet") for line in lines)
-    assert [line.split()[0].rstrip(":") for line in lines] == [
-        "--fp8-format",
-        "--fp8-amax-history-len",
-        "--fp8-amax-compute-algo",
-        "--fp8-param-gather",
-    ]
+def test_megatrons_llama3_8b_list_is_taken_as_it_stands() -> None:
+    config, _ = read(f"{LLAMA3_8B} {LLAMA3_8B_FP8} {LLAMA3_8B_SHARDING}", 8)
+    precision = config.precision
+    assert (precision.fp8_format, precision.fp8_recipe, precision.fp8_amax_history_len) == ("hybrid", "delayed", 1024)
+    assert precision.fp8_param_gather and precision.bf16
 
 
 def test_megatrons_mixtral_list_is_told_all_that_is_not_built_at_once_and_then_taken() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.launch_lists import GPT3_175B, LLAMA3_8B, LLAMA3_8B_SHARDING
+from tests.config.launch_lists import GPT3_175B, LLAMA3_8B, LLAMA3_8B_FP8, LLAMA3_8B_SHARDING
 from tests.e2e.runs import newest, run, steps
 
 DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 130"
@@ -35,12 +35,12 @@ def test_gpt3_175b(tmp_path: Path) -> None:
     assert newest(tmp_path / "checkpoints") == 2
 
 
-def test_llama3_8b_without_fp8(tmp_path: Path) -> None:
+def test_llama3_8b_in_fp8(tmp_path: Path) -> None:
     """Made for one tensor-parallel rank, where sequence parallelism does nothing; one data-parallel rank shards nothing
     either."""
     network = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2"
     shrunk = f"--kv-channels 16 {network} {DATA} {SHORT} --global-batch-size 4 {places(tmp_path)}"
-    outcome = run(f"{LLAMA3_8B} {LLAMA3_8B_SHARDING} {shrunk} --exit-interval 3")
+    outcome = run(f"{LLAMA3_8B} {LLAMA3_8B_FP8} {LLAMA3_8B_SHARDING} {shrunk} --exit-interval 3")
     assert [step["global_batch_size"] for step in steps(tmp_path / "m.jsonl")] == [4, 4, 4]
     assert newest(tmp_path / "checkpoints") == 3
     for flag in ("--use-mcore-models is ignored", "--sequence-parallel has no effect", "--use-distributed-optimizer"):

@@ -98,6 +98,17 @@ def test_a_run_goes_on_from_resharded_files_as_from_its_own(tmp_path: Path) -> N
         pytest.param("--fp16 --initial-loss-scale 65536 --loss-scale-window 2", 1, id="fp16"),
         pytest.param("--optimizer sgd --dataloader-type cyclic", 1, id="sgd, cyclic"),
         pytest.param(
+            "--bf16 --fp8-format hybrid --fp8-amax-history-len 3 --fp8-amax-compute-algo max",
+            1,
+            id="FP8, delayed scaling",
+        ),
+        pytest.param(
+            "--bf16 --fp8-format hybrid --fp8-param-gather --use-distributed-optimizer "
+            "--eval-interval 2 --eval-iters 1",
+            2,
+            id="FP8, stored and gathered",
+        ),
+        pytest.param(
             "--num-workers 2 --lr-decay-style cosine --min-lr 1e-5 --lr-warmup-iters 2 --rampup-batch-size 2 2 8 "
             "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
             1,
@@ -159,6 +170,18 @@ def test_a_run_goes_on_at_another_data_parallel_size(
     for name, tensor in a.items():
         assert (b[name] - tensor).abs().max() <= 1e-10 * max(1.0, tensor.abs().max().item()), name
     assert training_state(checkpoint(one_process, 4)) == training_state(checkpoint(tmp_path, 4))
+
+
+def test_fp8_histories_and_weights_stored_in_fp8_fit_any_layout_and_do_not_grow(tmp_path: Path) -> None:
+    flags = f"{FOR_ANY_RANKS} --fp8-format hybrid --fp8-amax-history-len 3"
+    whole = go(f"{flags} --save-interval 1", tmp_path / "whole")
+    stored = "--use-distributed-optimizer --fp8-param-gather"
+    go(f"{flags} {stored} --tensor-model-parallel-size 2 --exit-interval 2", tmp_path / "cut", processes=4)
+    resumed = go(flags, tmp_path / "cut")
+    assert largest_difference(resumed, whole) <= 1e-10
+    first, last = (checkpoint_tensors(checkpoint(tmp_path / "whole", step)) for step in (1, 4))
+    sizes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in (first, last)]
+    assert sizes[0] == sizes[1] and sum("fp8_amax" in name for name in sizes[0]) == 2 * 4  # layers, linear layers
 
 
 def test_metrics_lines_beyond_the_resumed_iteration_are_removed(tmp_path: Path) -> None:

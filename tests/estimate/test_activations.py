@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from megalite.nn.module import Build, initialize, specs_of
 from megalite.nn.recompute import Recompute
 from megalite.pipeline.lowering import COMMUNICATION
 from megalite.pipeline.schedules import BACKWARD_WEIGHT, FORWARD
+from megalite.precision.fp8 import Fp8
 from megalite.training.executor import HIDDEN, GPTExecutor, LoweredSchedules
 from megalite.training.memory import PeakMemory
 from megalite.training.objective import TokenLoss
@@ -35,14 +37,16 @@ def config_of(network: dict[str, Any], **settings: Any) -> RunConfig:
     config.training.micro_batch_size, config.training.global_batch_size = 2, 2 * MICROBATCHES
     config.training.train_iters, config.learning_rate.lr = 1, 1e-3
     for name, value in settings.items():
-        setattr(config.layout if hasattr(config.layout, name) else config.training, name, value)
+        section = next(each for each in (config.layout, config.precision, config.training) if hasattr(each, name))
+        setattr(section, name, value)
     return resolve(config, config.layout.tensor_model_parallel_size * config.layout.pipeline_model_parallel_size)
 
 
 def step_of(config: RunConfig, rank: int) -> tuple[int, int]:
     """(predicted, measured) bytes of activations of one pipeline rank, alone: what others would send is made up."""
     mesh = data_mesh(Layout(pp=config.layout.pipeline_model_parallel_size), rank)
-    build = Build(config.model, mesh, FP32, recompute=Recompute.from_config(config.training))
+    precision = replace(FP32, fp8=Fp8.from_config(config.precision, mesh.device))
+    build = Build(config.model, mesh, precision, recompute=Recompute.from_config(config.training))
     backend = choose_backend(config, "cpu")
     stages = [GPTStage(build, VOCABULARY, span, backend) for span in stage_spans(config)[rank]]
     for stage in stages:
@@ -65,13 +69,15 @@ def step_of(config: RunConfig, rank: int) -> tuple[int, int]:
             given = [] if at_end or action.kind == BACKWARD_WEIGHT else [hidden]
             getattr(executor, action.kind)(action.chunk, action.microbatch, *given)
             del hidden, given
-    return predicted_memory(config, stages, plan.training(MICROBATCHES), mesh).activations, memory.peak
+    predicted = predicted_memory(config, stages, plan.training(MICROBATCHES), mesh)
+    return predicted.activations + predicted.fp8_weights, memory.peak
 
 
 PIPELINE = {"pipeline_model_parallel_size": 4}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
+FP8 = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "fp8_backend": "torch"}
 LLAMA_LIKE = {**LLAMA, "ffn_hidden_size": 160}
 
 
@@ -86,6 +92,8 @@ LLAMA_LIKE = {**LLAMA, "ffn_hidden_size": 160}
         pytest.param({}, PIPELINE | FULL, id="1f1b, full"),
         pytest.param({}, PIPELINE | {"pipeline_schedule": "gpipe"}, id="gpipe"),
         pytest.param({}, PIPELINE | {"pipeline_schedule": "zb-h1"}, id="zb-h1"),
+        pytest.param({}, FP8, id="FP8"),
+        pytest.param(LLAMA_LIKE, FP8, id="FP8, llama"),
         pytest.param({}, PIPELINE | {"num_virtual_stages_per_pipeline_rank": 2}, id="interleaved"),
     ],
 )

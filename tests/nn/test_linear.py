@@ -88,8 +88,8 @@ def _waiting_gradients(mesh: Mesh) -> tuple[int, list[torch.Tensor]]:
     storages = {
         part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
         for job in jobs
-        for part in job.args  # type: ignore[attr-defined]
-        if isinstance(part, torch.Tensor)
+        for kept in job.args[1:]  # type: ignore[attr-defined]
+        for part in kept
     }
     assert all((weight.gradient_sink.target() == 0).all() for weight in block.parameters())
     for job in jobs:

@@ -57,15 +57,19 @@ def build(config: RunConfig) -> Run:
     return build_run(prepare_config(resolve(config, 1), Environment()), single_process_mesh())
 
 
+def run_of(mesh: Mesh, values: dict[str, dict[str, Any]]) -> Run:
+    """A rank's run of a resolved configuration."""
+    size = mesh.world.size
+    return build_run(prepare_config(RunConfig.from_dict(values), Environment(mesh.rank, size, mesh.rank, size)), mesh)
+
+
 def _frozen(run: Run) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p, _ in specs_of(run.model.stages) if not p.requires_grad}
 
 
 def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int, directory: str | None = None) -> Outcome:
     """Some steps of a resolved configuration, then the adapter saved to `directory`."""
-    size = mesh.world.size
-    environment = Environment(mesh.rank, size, mesh.rank, size)
-    run = build_run(prepare_config(RunConfig.from_dict(values), environment), mesh)
+    run = run_of(mesh, values)
     if run.state.iteration == 0:
         stir(run)
     before = _frozen(run)

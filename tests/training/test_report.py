@@ -25,7 +25,7 @@ COMMAND = (
 @pytest.mark.parametrize("peft", ["none", "lora", "prefix", "prompt"])
 def test_what_is_predicted_without_a_model_is_what_the_model_then_holds(peft: str) -> None:
     prepared = prepare_config(resolve(adapter_config(peft), 1), Environment())
-    (predicted,) = memory_by_stage(prepared.config, prepared.vocab_size, prepared.backend, 1)
+    (predicted,) = memory_by_stage(prepared.config, prepared.vocab_size, prepared.backend, 1, prepared.device)
     run = build(adapter_config(peft))
     run.close()
     parameters = [parameter for stage in run.model.stages for parameter in stage.parameters()]

@@ -7,7 +7,14 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from megalite.config.schema import LayoutConfig, LearningRateConfig, ModelConfig, RunConfig, TokenizerConfig
+from megalite.config.schema import (
+    LayoutConfig,
+    LearningRateConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TokenizerConfig,
+)
 from megalite.config.schema_finetune import FinetuneConfig, PeftConfig
 from megalite.verify.configs import for_proof
 from megalite.verify.layouts import Variant
@@ -44,11 +51,12 @@ def network(
     steps: int = STEPS,
     finetuning: str | None = None,
     folder: Path | None = None,
+    precision: PrecisionConfig | None = None,
 ) -> RunConfig:
     """GPT-2's or Llama's kinds of layer with 131 ids, a prime: padded vocabularies are always exercised. Layers and
     batch are the least that shows `variant`.
 
-    `finetuning`: one of FINETUNING, with its samples in `folder`; None: pretraining.
+    `finetuning`: one of FINETUNING, with its samples in `folder`; None: pretraining. `precision`: of FP8.
     """
     model = ModelConfig(
         hidden_dropout=dropout,
@@ -64,6 +72,7 @@ def network(
         layout=LayoutConfig(),
         learning_rate=LearningRateConfig(lr=1e-3, lr_decay_style="constant"),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=130),
+        precision=precision or PrecisionConfig(),
     )
     if llama and finetuning is None:
         # Each document by itself, its end not counted: ranks then count different numbers of tokens.
