@@ -227,7 +227,8 @@ class Optimizer:
             for segment in engine.segments:
                 for kind, piece in engine.state(segment, to_fill=to_fill):
                     yield f"{kind}.{piece.name}", piece
-                if self.precision.needs_main_parameters and not segment.in_eight_bits:
+                filled_as_parameters = to_fill and segment.in_eight_bits
+                if self.precision.needs_main_parameters and not filled_as_parameters:
                     for piece in segment.pieces(segment.main.detach()):
                         yield f"main.{piece.name}", piece
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from megalite.config.schema import RunConfig
 from megalite.distributed.mesh import Mesh
-from megalite.distributed.pieces import Piece, whole
+from megalite.distributed.pieces import Code, Piece, whole
 from megalite.estimate.model import AdapterWork, training_flops_per_token
 from megalite.models.gpt import GPTStage, units_of
 from megalite.models.stages import stage_spans
@@ -55,8 +55,11 @@ class TrainedModel:
             piece = trained.get(name)
             if piece is None and frozen and not parameter.requires_grad:
                 piece = whole(name, parameter, spec)
-            if piece is not None:  # none where all of a sharded parameter is elsewhere
-                yield piece._replace(name=f"model.{name}")
+            if piece is None:  # all of a sharded parameter is elsewhere
+                continue
+            if piece.flat.dtype != (compute := self.precision.compute) and not to_fill:
+                piece = piece._replace(code=Code(compute, partial(Tensor.to, dtype=compute)))
+            yield piece._replace(name=f"model.{name}")
         if state:
             for key, piece in itertools.chain(self.optimizer.named_state(to_fill=to_fill), self.scaling.state()):
                 yield piece._replace(name=f"optimizer.{key}")
