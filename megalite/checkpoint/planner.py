@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -70,7 +71,8 @@ def owned_chunks(pieces: Iterable[Piece], mesh: Mesh) -> list[Chunk]:
                 sizes_written[writer] += view.nbytes
             if writer == group.rank:
                 sizes = tuple(view.shape)
-                result.append(Chunk(piece.name, piece.spec.shape, start, sizes, view.dtype, view.detach))
+                dtype = view.dtype if piece.code is None else piece.code.dtype
+                result.append(Chunk(piece.name, piece.spec.shape, start, sizes, dtype, partial(piece.numbers, view)))
     return result
 
 

@@ -13,10 +13,12 @@ from megalite.config.check_network import idle_scaling, layout_problems, model_p
 from megalite.config.check_peft import idle_beside_adapters, peft_problems
 from megalite.config.check_precision import precision_problems
 from megalite.config.check_run import (
+    STATE_DTYPES,
     batch_problems,
     checkpoint_problems,
     data_problems,
     learning_rate_problems,
+    optimizer_problems,
     reporting_problems,
     tokenizer_problems,
     training_problems,
@@ -40,6 +42,7 @@ def check(config: RunConfig, world_size: int) -> list[str]:
         *precision_problems(config),
         *batch_problems(config, world_size),
         *training_problems(config),
+        *optimizer_problems(config),
         *learning_rate_problems(config),
         *(data_problems(config) if config.finetune.sft_data is None else ()),
         *finetune_problems(config),
@@ -79,6 +82,8 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         yield "without --optimizer sgd", ["optimizer.sgd_momentum"]
     if config.optimizer.optimizer != "adam":
         yield "without --optimizer adam", ["optimizer.adam_beta1", "optimizer.adam_beta2", "optimizer.adam_eps"]
+    if not given(config, *STATE_DTYPES):
+        yield "without a format other than fp32 for some state", ["precision.use_precision_aware_optimizer"]
     if config.logging.tensorboard_dir is None:
         yield "without --tensorboard-dir", ["logging.tensorboard_log_interval", "logging.log_memory_to_tensorboard"]
     if not config.logging.profile:

@@ -1,4 +1,5 @@
-"""Combinations of flags that can't work: batches, the loop, learning rate, data, tokenizer, checkpoints, reporting."""
+"""Combinations of flags that can't work: batches, the loop, the optimizer, learning rate, data, tokenizer, checkpoints,
+reporting."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from collections.abc import Iterator
 from megalite.config.batches import batch_size_stages
 from megalite.config.blends import parse_blend
 from megalite.config.errors import UserError
-from megalite.config.fields import needs
+from megalite.config.fields import given, needs
 from megalite.config.resolve import DEFAULT_TOKENIZER, data_parallel_size, parse_split
 from megalite.config.schema import TOKENIZER_NEEDS, RunConfig, TokenizerConfig
 
 MOST_GROWTHS = 1 << 16  # of --rampup-batch-size: each becomes an entry of a list
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+STATE_DTYPES = tuple(f"precision.{kind}_dtype" for kind in ("main_grads", "main_params", "exp_avg", "exp_avg_sq"))
 
 
 def batch_problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -85,6 +87,27 @@ def training_problems(config: RunConfig) -> Iterator[str]:
         yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
     elif end < start:
         yield f"--end-weight-decay {end} is below --start-weight-decay {start}"
+
+
+def optimizer_problems(config: RunConfig) -> Iterator[str]:
+    """Formats of the optimizer's states."""
+    precision, optimizer = config.precision, config.optimizer
+    aware = "--use-precision-aware-optimizer"
+    yield from needs(config, precision.use_precision_aware_optimizer, aware, *STATE_DTYPES)
+    half = precision.bf16 or precision.fp64
+    yield from needs(config, precision.bf16, "--bf16", "precision.main_grads_dtype")
+    if precision.main_params_dtype == "bf16":
+        yield from needs(config, half, "--bf16", "precision.main_params_dtype")
+    else:
+        yield from needs(config, half or precision.fp16, "--bf16 or --fp16", "precision.main_params_dtype")
+    if precision.use_precision_aware_optimizer and optimizer.optimizer != "adam":
+        yield f"{aware} needs --optimizer adam, not {optimizer.optimizer}"
+    if precision.fp8_param_gather:
+        for shown in given(config, "precision.main_params_dtype"):
+            yield f"{shown} can't be used with --fp8-param-gather, whose weights need fp32 main parameters"
+    if optimizer.adam_backend != "torch":
+        for shown in given(config, *STATE_DTYPES):
+            yield f"{shown} can't be used with --adam-backend {optimizer.adam_backend}: use torch, the default"
 
 
 def _recompute_problems(config: RunConfig) -> Iterator[str]:

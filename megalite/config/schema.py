@@ -211,6 +211,26 @@ class PrecisionConfig:
     bf16: bool = flag(False, "bfloat16 parameters and activations, fp32 main parameters")
     fp16: bool = flag(False, "float16 parameters and activations, fp32 main parameters, loss scaling")
     fp64: bool = flag(False, "everything in float64, for proofs and tests")
+    use_precision_aware_optimizer: bool = flag(
+        False, "let main gradients, main parameters and moments be held in fewer bits than fp32"
+    )
+    main_grads_dtype: str = flag("fp32", "format of the main gradients and their sums", choices=("fp32", "bf16"))
+    main_params_dtype: str = flag(
+        "fp32",
+        "format of the main parameters: fp16: scaled; bf16: none beside the parameters, whose updates are rounded at "
+        "random, right on average",
+        choices=("fp32", "fp16", "bf16"),
+    )
+    exp_avg_dtype: str = flag(
+        "fp32",
+        "format of Adam's first moment, rounded at random; fp16 and fp8: scaled",
+        choices=("fp32", "fp16", "bf16", "fp8"),
+    )
+    exp_avg_sq_dtype: str = flag(
+        "fp32",
+        "format of Adam's second moment, rounded at random; fp16: scaled; fp8: a logarithm in eight bits",
+        choices=("fp32", "fp16", "bf16", "fp8"),
+    )
     loss_scale: float | None = flag(None, "a fixed loss scale for --fp16; default: a dynamic one", bound=ABOVE_ZERO)
     initial_loss_scale: float = flag(4294967296, "first value of the dynamic loss scale", bound=ABOVE_ZERO)
     min_loss_scale: float = flag(1.0, "smallest value of the dynamic loss scale", bound=ABOVE_ZERO)

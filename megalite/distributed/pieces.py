@@ -9,7 +9,7 @@ initialisation, dumps and checkpoints all work on those.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
@@ -21,10 +21,18 @@ from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import Box, ParamSpec, Shape
 
 
+class Code(NamedTuple):
+    """How elements stand for numbers of `dtype`, which `decode` gives."""
+
+    dtype: torch.dtype
+    decode: Callable[[Tensor], Tensor]
+
+
 class Piece(NamedTuple):
     """Elements `start`, `start + 1`, ... of the parameter `name`'s flattened local tensor, as a 1-D tensor.
 
-    `sharded`: data ranks hold different elements; else each holds all of these.
+    `sharded`: data ranks hold different elements; else each holds all of these. `code`: None where the elements are the
+    numbers themselves.
     """
 
     name: str
@@ -32,6 +40,11 @@ class Piece(NamedTuple):
     start: int
     spec: ParamSpec
     sharded: bool = False
+    code: Code | None = None
+
+    def numbers(self, view: Tensor) -> Tensor:
+        """What a view of the elements stands for."""
+        return view.detach() if self.code is None else self.code.decode(view)
 
     def held(self) -> Iterator[tuple[Box, Shape, Tensor]]:
         """The rectangles of the logical tensor in this piece: which box each is part of, where in the logical tensor it
@@ -86,7 +99,7 @@ def gather(pieces: Iterable[Piece], mesh: Mesh) -> dict[str, Tensor]:
     """Whole logical tensors on the CPU of the first rank, by global name, from the pieces that ranks hold; nothing on
     the others. Collective over the world."""
     mine = [
-        ((piece.name, piece.spec.shape, start), view.detach())
+        ((piece.name, piece.spec.shape, start), piece.numbers(view))
         for piece in pieces
         for box, start, view in piece.held()
         if is_counted_here(piece, box, mesh)

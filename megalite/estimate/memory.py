@@ -11,6 +11,7 @@ from pathlib import Path
 from megalite.config.schema import RunConfig
 from megalite.estimate.activations import compute_bytes, wide_bytes
 
+_SMALL_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1}
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """In the order of ZeRO's stages."""
 
@@ -63,12 +64,19 @@ def estimate_memory(
     """Prediction for a rank whose part of the model has `local_parameters`, shared out among `ranks` data-parallel
     ranks as the resolved configuration says (Rajbhandari et al. 2020). Padding is left out.
 
-    In half precision that is 18 bytes a parameter without sharding, 6 + 12/d, 2 + 16/d, 18/d with the three stages.
+    In half precision that is 18 bytes a parameter without sharding, 6 + 12/d, 2 + 16/d, 18/d with the three stages;
+    with --main-grads-dtype bf16, --main-params-dtype bf16 and moments in fp8 it is 6, 4 + 2/d, 2 + 4/d, 6/d.
     `activations`: the rank's bytes of them at their most. `frozen`: how many of the parameters aren't trained; they
     have no state and aren't shared out. `fp8`: how many are of layers that compute in FP8.
     """
     compute, wide = compute_bytes(config), wide_bytes(config)
-    moments = 2 if config.optimizer.optimizer == "adam" else 1
+    formats = config.precision
+    names = (formats.main_grads_dtype, formats.main_params_dtype, formats.exp_avg_dtype, formats.exp_avg_sq_dtype)
+    gradient, main, first, second = (_SMALL_BYTES.get(name, wide) for name in names)
+    if formats.main_params_dtype == "bf16":
+        main = 0  # the parameters themselves
+    has_main = compute != wide or formats.main_params_dtype != "fp32"
+    moments = first + second if config.optimizer.optimizer == "adam" else wide
     stage = STRATEGIES.index(config.layout.data_parallel_sharding_strategy or "no_shard")
     trained = local_parameters - frozen
     share = -(-trained // ranks)
@@ -79,9 +87,9 @@ def estimate_memory(
     return MemoryEstimate(
         local_parameters=local_parameters,
         parameters=compute * held - (compute - 1) * (-(-stored // ranks) if stage >= 3 else stored),
-        main_gradients=wide * (share if stage >= 2 else trained),
-        main_parameters=wide * (state if compute != wide else -(-stored // ranks)),
-        moments=moments * wide * state,
+        main_gradients=gradient * (share if stage >= 2 else trained),
+        main_parameters=main * (state if has_main else -(-stored // ranks)),
+        moments=moments * state,
         activations=activations,
         fp8_weights=kept,
     )

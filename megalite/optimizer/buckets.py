@@ -57,8 +57,8 @@ class Bucket:
     last. `group`: the ranks over which it is reduced and gathered.
 
     `params`: whole, in the parameters' dtype; if they are sharded its storage comes and goes, and `held_params` stays.
-    `grads`: whole, in the wide dtype; None with sharded gradients. `first`, `last`: the range of the bucket that this
-    rank updates; all of it where the state isn't sharded. `held_grads` and `held_params` are that range.
+    `grads`: whole, in the main gradients' dtype; None with sharded gradients. `first`, `last`: the range of the bucket
+    that this rank updates; all of it where the state isn't sharded. `held_grads` and `held_params` are that range.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Bucket:
             self.held_params = self.held_params.clone()
             self.params.untyped_storage().resize_(0)
         held = self.last - self.first if sharding.gradients else self.size
-        gradients = torch.zeros(held, dtype=precision.wide, device=mesh.device)
+        gradients = torch.zeros(held, dtype=precision.main_gradients, device=mesh.device)
         self.grads = None if sharding.gradients else gradients
         self.held_grads = gradients if sharding.gradients else gradients[self.first : self.last]
 

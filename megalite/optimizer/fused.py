@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,8 +19,13 @@ from torch import Tensor, nn
 
 from megalite.config.errors import FlagError
 from megalite.config.schema import OptimizerConfig, RunConfig
+from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import Treatment
+from megalite.distributed.pieces import Piece
+from megalite.optimizer.lean import LeanAdam
 from megalite.optimizer.segments import Segment
+from megalite.precision.policy import Precision
+from megalite.precision.states import WIDE
 
 
 class UpdateEngine(Protocol):
@@ -33,7 +38,13 @@ class UpdateEngine(Protocol):
         """One update with the gradients times `factor`. `rates`: learning rate by learning-rate group."""
 
     def moments(self, segment: Segment) -> dict[str, Tensor]:
-        """The per-element state of a segment, by its kind."""
+        """The per-element state of a segment, by its kind, as it is held."""
+
+    def state(self, segment: Segment, *, to_fill: bool = False) -> Iterator[tuple[str, Piece]]:
+        """(kind, piece) of that state. `to_fill`: to be written to; `loaded` takes what was written."""
+
+    def loaded(self, *, with_state: bool) -> None:
+        """Main parameters, and `with_state` the pieces to fill, were changed from outside. Collective (world)."""
 
     def set_steps(self, steps: int) -> None:
         """Set the count of updates, which bias correction uses."""
@@ -63,6 +74,13 @@ class _Fused(ABC):
 
     def moments(self, segment: Segment) -> dict[str, Tensor]:
         return {kind: self.optimizer.state[segment.main][kind] for kind in self._kinds}
+
+    def state(self, segment: Segment, *, to_fill: bool = False) -> Iterator[tuple[str, Piece]]:
+        for kind, flat in self.moments(segment).items():
+            yield from ((kind, piece) for piece in segment.pieces(flat))
+
+    def loaded(self, *, with_state: bool) -> None:
+        return  # what was written to is the state itself
 
     def _set_rates(self, rates: Mapping[str, float], weight_decay: float) -> None:
         for group, treatment in zip(self.optimizer.param_groups, self._treatments, strict=False):
@@ -170,17 +188,27 @@ def check_adam_backend(config: RunConfig, device: str) -> list[str]:
 
 
 def build_engines(
-    config: OptimizerConfig, device: torch.device, wide: torch.dtype, segments: Sequence[Segment]
+    config: OptimizerConfig,
+    precision: Precision,
+    mesh: Mesh,
+    segments: Sequence[Segment],
+    names: Sequence[str] = (),
+    seed: int = 0,
 ) -> list[UpdateEngine]:
-    """Engines that have the segments between them, of the kind that `--adam-backend` asks for; the one place that
-    decides which updates what. A rank that has nothing to update says what would update it."""
+    """Engines that have the segments between them, of the kind that the formats of states and `--adam-backend` ask for;
+    the one place that decides which updates what. A rank that has nothing to update says what would update it.
+
+    `names`, `seed`: of all logical parameters, and of random rounding. Collective over the world.
+    """
+    if precision.states != WIDE:
+        return [LeanAdam(config, precision, mesh, segments, names, seed)]
 
     def engine(device: torch.device, mine: Sequence[Segment]) -> UpdateEngine:
         if config.adam_backend == "torch":
-            return TorchFused(config, device, wide, mine)
+            return TorchFused(config, device, precision.wide, mine)
         return LibraryAdam(_import_adam(config.adam_backend), LIBRARIES[config.adam_backend][0], config, mine)
 
     hosted = [segment for segment in segments if segment.on_host]
     others = [segment for segment in segments if not segment.on_host]
-    engines = [engine(device, others)] if others or not hosted else []
+    engines = [engine(mesh.device, others)] if others or not hosted else []
     return engines + ([engine(torch.device("cpu"), hosted)] if hosted else [])

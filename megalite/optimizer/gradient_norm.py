@@ -2,7 +2,7 @@
 
 Key idea: each logical parameter counts once, however it is cut, copied or tied: only a box's owner adds its squares.
 Squares are summed per parameter in float64 and combined by name, exactly rounded, so the order of parameters plays no
-part. Only within rows of 4,096 elements of large parameters are they summed in the gradient's own dtype: a sum of
+part. Only within rows of 4,096 elements of large parameters are they summed in the wide dtype: a sum of
 squares in float64 takes six times as long as the whole update, and these sums are good to 1e-8.
 """
 
@@ -31,7 +31,9 @@ def global_names(buckets: Iterable[Bucket], mesh: Mesh) -> list[str]:
 class OwnedViews:
     """Views of what this rank, alone in the world, counts, by parameter."""
 
-    def __init__(self, pieces: Iterable[Piece], names: Sequence[str], mesh: Mesh):
+    def __init__(self, pieces: Iterable[Piece], names: Sequence[str], mesh: Mesh, wide: torch.dtype):
+        """`wide`: what squares are summed in within rows."""
+        self._wide = wide
         place = {name: index for index, name in enumerate(names)}
         self.count, self.device, self.world = len(names), mesh.device, mesh.world
         self.views: list[Tensor] = []
@@ -43,7 +45,7 @@ class OwnedViews:
             for box, run, start in piece.runs():
                 if is_counted_here(piece, box, mesh):
                     self.views.append(run)
-                    whole_rows, others = _split(run, start, piece)
+                    whole_rows, others = _split(run, start, piece, wide)
                     self._rows += whole_rows
                     self._rest += others
                     rows += [place[piece.name]] * len(whole_rows)
@@ -54,7 +56,8 @@ class OwnedViews:
         """Sum of squares of every logical parameter, in the order of names. Collective over the world. One transfer
         from the device."""
         totals = torch.zeros(self.count, dtype=torch.float64, device=self.device)
-        sums = [torch.linalg.vector_norm(rows, dim=1).to(torch.float64).square().sum() for rows in self._rows]
+        norms = (torch.linalg.vector_norm(rows, dim=1, dtype=self._wide) for rows in self._rows)
+        sums = [each.to(torch.float64).square().sum() for each in norms]
         sums += [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in self._rest]
         if sums:
             # Main parameters may be on the host in part.
@@ -69,13 +72,13 @@ class OwnedViews:
         return int(all_reduce(count, self.world).item())
 
 
-def _split(run: Tensor, start: int, piece: Piece) -> tuple[list[Tensor], list[Tensor]]:
+def _split(run: Tensor, start: int, piece: Piece, wide: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     """The whole rows of a run that begins at `start` of its parameter, and what is before and after them.
 
     Rows are counted from the parameter's beginning, and shards end between rows: however it is sharded, the same
     elements make up a row. Float64 and small parameters are summed without rows.
     """
-    if run.dtype == torch.float64 or alignment_of(piece.spec) < ROW:
+    if wide == torch.float64 or alignment_of(piece.spec) < ROW:
         return [], [run]
     head = min(-start % ROW, run.numel())
     body = (run.numel() - head) // ROW * ROW

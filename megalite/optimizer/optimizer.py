@@ -53,9 +53,10 @@ class Optimizer:
         sharding: Sharding | None = None,
         transport: Transport | None = None,
         scaling: Fp8Scaling | None = None,
+        seed: int = 0,
     ):
         """`transport`: for the data-parallel collectives, in place of the plain one. `scaling`: of the layers in eight
-        bits."""
+        bits. `seed`: of random rounding."""
         self.config, self.mesh, self.precision = config, mesh, precision
         self.sharding = sharding = sharding or Sharding()
         self.buckets = build_buckets(units, mesh, precision, sharding)
@@ -66,11 +67,11 @@ class Optimizer:
         self.gatherer: WholeGatherer | UnitGatherer = kind(self.buckets, self.transport, units, sharding)
         self.copies = [CopySums(self.buckets, mesh, domain) for domain in DOMAINS]
         self.segments = build_segments(self.buckets, precision, sharding.offload)
-        self.engines = build_engines(config, mesh.device, precision.wide, self.segments)
+        self.engines = build_engines(config, precision, mesh, self.segments, self.names, seed)
         self.steps = 0  # updates taken: Adam's bias correction counts them, on ranks that train nothing too
-        self._gradients = OwnedViews(self.gradient_pieces(), self.names, mesh)
+        self._gradients = OwnedViews(self.gradient_pieces(), self.names, mesh, precision.wide)
         main_pieces = (piece for segment in self.segments for piece in segment.pieces(segment.main.detach()))
-        self._main = OwnedViews(main_pieces, self.names, mesh)
+        self._main = OwnedViews(main_pieces, self.names, mesh, precision.wide)
 
     @property
     def description(self) -> str:
@@ -96,8 +97,9 @@ class Optimizer:
         sizes = {"parameters": parameters, "gradients": gradients, "main": 0, "moments": 0, "host": 0}
         for engine in self.engines:
             for segment in engine.segments:
-                main = segment.main.nbytes if segment.is_copy else 0
-                moments = sum(moment.nbytes for moment in engine.moments(segment).values())
+                state = {kind: flat.nbytes for kind, flat in engine.moments(segment).items()}
+                main = state.pop("main", 0) + (segment.main.nbytes if segment.is_copy else 0)
+                moments = sum(state.values())
                 sizes["main"] += main
                 sizes["moments"] += moments
                 sizes["host"] += (main + moments + segment.gradient.nbytes) if segment.on_host else 0
@@ -213,20 +215,22 @@ class Optimizer:
             for segment in self.segments:
                 if segment.is_copy and not segment.in_eight_bits:
                     segment.main.detach().copy_(segment.parameters)
+        for engine in self.engines:
+            engine.loaded(with_state=with_state)
         self._round_to_eight_bits()
         self.gatherer.parameters_changed()
 
-    def named_state(self) -> Iterator[tuple[str, Piece]]:
+    def named_state(self, *, to_fill: bool = False) -> Iterator[tuple[str, Piece]]:
         """(`kind.parameter name`, piece) of all that a checkpoint needs besides the parameters. Several pieces may be
-        of one parameter. Writing into them loads them."""
+        of one parameter. `to_fill`: to be loaded by writing into them, and then `parameters_loaded`."""
         for engine in self.engines:
             for segment in engine.segments:
-                kinds = engine.moments(segment)
-                if self.precision.needs_main_parameters and not segment.in_eight_bits:
-                    kinds["main"] = segment.main.detach()
-                for kind, flat in kinds.items():
-                    for piece in segment.pieces(flat):
-                        yield f"{kind}.{piece.name}", piece
+                for kind, piece in engine.state(segment, to_fill=to_fill):
+                    yield f"{kind}.{piece.name}", piece
+                filled_as_parameters = to_fill and segment.in_eight_bits
+                if self.precision.needs_main_parameters and not filled_as_parameters:
+                    for piece in segment.pieces(segment.main.detach()):
+                        yield f"main.{piece.name}", piece
 
     def set_steps(self, steps: int) -> None:
         """Restore the count of updates."""

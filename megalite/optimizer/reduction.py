@@ -125,7 +125,7 @@ class GradientReducer:
                 return self._spare.pop(at)[: bucket.size].zero_()
         if self._spare:
             self._spare.pop(0)  # too small: what is kept stays within what was needed at some time
-        return torch.zeros(bucket.size, dtype=self._precision.wide, device=bucket.held_grads.device)
+        return torch.zeros(bucket.size, dtype=bucket.held_grads.dtype, device=bucket.held_grads.device)
 
     def _give_back(self, temporary: Tensor) -> None:
         self._open -= temporary.numel()

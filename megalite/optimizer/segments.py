@@ -22,8 +22,9 @@ from megalite.precision.policy import Precision
 class Segment:
     """Elements `start` to `stop` of a bucket's held range.
 
-    `main`: their wide parameters: those of the bucket itself where these are wide and on the same device. `main.grad`:
-    their wide gradients, on the device of `main`.
+    `main`: their wide parameters: those of the bucket itself where these are wide and on the same device. Where nothing
+    wide is kept, the parameters themselves, on the host a copy. `main.grad`: their main gradients, on the device of
+    `main`.
     """
 
     bucket: Bucket
@@ -79,15 +80,17 @@ def build_segments(buckets: Iterable[Bucket], precision: Precision, offload: flo
 
 
 def _main(bucket: Bucket, start: int, stop: int, on_host: bool, precision: Precision) -> nn.Parameter:
-    """A segment's wide parameters and their gradients."""
+    """A segment's main parameters and their gradients."""
     parameters, gradient = bucket.held_params[start:stop], bucket.held_grads[start:stop]
     main = parameters
     if on_host:
         pinned = parameters.is_cuda  # copies from pinned memory run beside the device's work
-        main = torch.empty(stop - start, dtype=precision.wide, pin_memory=pinned).copy_(parameters)
-        gradient = torch.empty(stop - start, dtype=precision.wide, pin_memory=pinned)
-    elif parameters.dtype != precision.wide:
+        dtype = precision.wide if precision.states.main_params == "fp32" else parameters.dtype
+        main = torch.empty(stop - start, dtype=dtype, pin_memory=pinned).copy_(parameters)
+        gradient = torch.empty(stop - start, dtype=gradient.dtype, pin_memory=pinned)
+    elif parameters.dtype != precision.wide and precision.states.main_params == "fp32":
         main = parameters.to(precision.wide)
     result = nn.Parameter(main, requires_grad=False)
+    result.grad_dtype = None  # any
     result.grad = gradient
     return result

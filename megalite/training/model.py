@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from megalite.config.schema import RunConfig
 from megalite.distributed.mesh import Mesh
-from megalite.distributed.pieces import Piece, whole
+from megalite.distributed.pieces import Code, Piece, whole
 from megalite.estimate.model import AdapterWork, training_flops_per_token
 from megalite.models.gpt import GPTStage, units_of
 from megalite.models.stages import stage_spans
@@ -47,18 +47,21 @@ class TrainedModel:
     scaling: Fp8Scaling
     base_names: set[str]
 
-    def entries(self, *, state: bool, frozen: bool) -> Iterator[Piece]:
+    def entries(self, *, state: bool, frozen: bool, to_fill: bool = False) -> Iterator[Piece]:
         """What a checkpoint holds as tensors; `state`: with the optimizer's; `frozen`: with weights that aren't
-        trained."""
+        trained; `to_fill`: to be loaded by writing into them."""
         trained = self.optimizer.parameter_pieces()
         for name, parameter, spec in specs_of(self.stages):
             piece = trained.get(name)
             if piece is None and frozen and not parameter.requires_grad:
                 piece = whole(name, parameter, spec)
-            if piece is not None:  # none where all of a sharded parameter is elsewhere
-                yield piece._replace(name=f"model.{name}")
+            if piece is None:  # all of a sharded parameter is elsewhere
+                continue
+            if piece.flat.dtype != (compute := self.precision.compute) and not to_fill:
+                piece = piece._replace(code=Code(compute, partial(Tensor.to, dtype=compute)))
+            yield piece._replace(name=f"model.{name}")
         if state:
-            for key, piece in itertools.chain(self.optimizer.named_state(), self.scaling.state()):
+            for key, piece in itertools.chain(self.optimizer.named_state(to_fill=to_fill), self.scaling.state()):
                 yield piece._replace(name=f"optimizer.{key}")
 
     @cached_property
@@ -119,7 +122,7 @@ def build_model(
         adapter = plan_adapter(config.peft, config.model, vocab_size, mesh.world, outputs)
         adapter.apply(stages, mesh=mesh, precision=precision, seed=seed)
     scaling = Fp8Scaling({name: products for name, _, products in fp8_weights(stages)}, mesh)
-    optimizer = Optimizer(units_of(stages), mesh, precision, config.optimizer, sharding, transport, scaling)
+    optimizer = Optimizer(units_of(stages), mesh, precision, config.optimizer, sharding, transport, scaling, seed)
     if without_values:
         _initialize(optimizer.parameter_pieces().values(), from_base, seed)
         optimizer.parameters_loaded(with_state=False)

@@ -237,7 +237,7 @@ def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress
         raise CheckpointError(
             f"{directory.path} holds no optimizer state: load its weights alone with --no-load-optim or --finetune"
         )
-    entries = model.entries(state=with_optimizer, frozen=model.adapter is None)
+    entries = model.entries(state=with_optimizer, frozen=model.adapter is None, to_fill=True)
     new = {f"model.{HEAD}"} if new_head else set()
     if with_optimizer:
         histories = {f"optimizer.{key}": piece.spec.shape for key, piece in model.scaling.state()}

@@ -22,6 +22,7 @@ def for_proof(config: RunConfig, steps: int) -> RunConfig:
     config.precision = replace(
         config.precision, bf16=False, fp16=False, fp64=True, grad_reduce_in_bf16=False, fp8_backend="auto"
     )
+    config.precision.main_grads_dtype = "fp32"
     config.layout.device, config.layout.threads_per_rank, config.layout.distributed_backend = "cpu", 1, None
     for field in all_fields().values():
         if field.writes:

@@ -68,6 +68,13 @@ GOOD = [
     ("--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.1", 1),
     ("--fp16 --loss-scale 128", 1),
     ("--bf16 --grad-reduce-in-bf16", 1),
+    (
+        "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype bf16 --exp-avg-dtype fp8 "
+        "--exp-avg-sq-dtype fp16 --optimizer-cpu-offload",
+        2,
+    ),
+    ("--fp16 --use-precision-aware-optimizer --main-params-dtype fp16", 1),
+    ("--fp64 --use-precision-aware-optimizer --main-params-dtype bf16 --exp-avg-sq-dtype fp8", 1),
     ("--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4", 1),
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
     ("--recompute-activations --recompute-modules core_attn mlp", 1),
@@ -175,3 +182,6 @@ def test_a_setting_that_does_nothing_beside_the_others_is_said() -> None:
         "--tensorboard-log-interval 2 has no effect without --tensorboard-dir",
     ]
     assert without_effect(given("--fp16 --initial-loss-scale 65536 --optimizer sgd --sgd-momentum 0.5")) == []
+    assert without_effect(given("--use-precision-aware-optimizer --exp-avg-dtype bf16")) == []
+    (line,) = without_effect(given("--use-precision-aware-optimizer"))
+    assert line.startswith("--use-precision-aware-optimizer has no effect without")

@@ -21,7 +21,14 @@ from tests.helpers import load_tool
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("README*.md", "docs/finetuning.md", "docs/zh/*.md", "examples/**/*.md", "examples/**/*.sh")
+    for pattern in (
+        "README*.md",
+        "docs/finetuning.md",
+        "docs/precision.md",
+        "docs/zh/*.md",
+        "examples/**/*.md",
+        "examples/**/*.sh",
+    )
     for path in ROOT.glob(pattern)
 )
 CODE = re.compile(r"^```(?:sh|text)\n(.*?)^```$|((?:^    [^\n]*\n)+)", flags=re.MULTILINE | re.DOTALL)

@@ -33,7 +33,7 @@ OTHER_DEFAULTS = {
 }
 
 # Values that Megatron-LM lacks.
-OWN_CHOICES = {"--position-embedding-type": {"dynamic", "longrope"}}
+OWN_CHOICES = {"--position-embedding-type": {"dynamic", "longrope"}, "--main-params-dtype": {"bf16"}}
 
 # One value with blanks, which Megatron-LM's own script passes unquoted.
 ALSO_UNQUOTED = {"--step-batch-size-schedule"}

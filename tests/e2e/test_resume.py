@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalite.checkpoint.rewrite import reshard
@@ -181,6 +182,10 @@ def test_fp8_histories_and_weights_stored_in_fp8_fit_any_layout_and_do_not_grow(
     assert largest_difference(resumed, whole) <= 1e-10
     first, last = (checkpoint_tensors(checkpoint(tmp_path / "whole", step)) for step in (1, 4))
     sizes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in (first, last)]
+    half = f"--bf16 --train-iters 2 --fp8-format hybrid {stored}"
+    go(half, tmp_path / "half")
+    tensors = checkpoint_tensors(checkpoint(tmp_path / "half", 2))
+    assert {tensor.dtype for name, tensor in tensors.items() if name.startswith("model.")} == {torch.bfloat16}
     assert sizes[0] == sizes[1] and sum("fp8_amax" in name for name in sizes[0]) == 2 * 4  # layers, linear layers
 
 

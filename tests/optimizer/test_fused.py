@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from megalite.config.schema import OptimizerConfig, RunConfig
+from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.param_spec import NO_DECAY, Treatment
 from megalite.optimizer.fused import LIBRARIES, LibraryAdam, TorchFused, build_engines, check_adam_backend
 from megalite.optimizer.segments import Segment
+from tests.helpers import FP32
 
 CPU = torch.device("cpu")
 
@@ -137,7 +139,7 @@ def test_what_is_asked_for_updates_and_torchs_own_is_the_default(
     _install(monkeypatch, FusedAdam=stand_in(*SIGNATURES[library]))
     config = RunConfig() if backend == "torch" else RunConfig(optimizer=OptimizerConfig(adam_backend=backend))
     assert check_adam_backend(config, "cuda") == []
-    (engine,) = build_engines(config.optimizer, torch.device(device), torch.float32, segments(0))
+    (engine,) = build_engines(config.optimizer, FP32, single_process_mesh(device), segments(0))
     assert engine.description == ("torch AdamW, fused" if backend == "torch" else f"{LIBRARIES[backend][0]} FusedAdam")
 
 

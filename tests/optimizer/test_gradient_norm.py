@@ -150,7 +150,7 @@ def squares_of_shards(how: Sharding, ranks: int) -> tuple[list[float], float]:
                 exact += piece.flat.double().square().sum().item()
         pieces = [piece for bucket in buckets for piece in bucket.pieces(bucket.held_grads)]
         mesh.world = ONE.world  # nothing is exchanged
-        mine = OwnedViews(pieces, names, mesh).squares()
+        mine = OwnedViews(pieces, names, mesh, FP32.wide).squares()
         totals = mine if not totals else [a + b for a, b in zip(totals, mine, strict=True)]
     return totals, exact
 

@@ -17,6 +17,7 @@ from megalite.models.gpt import GPTStage, plain_tokens, units_of
 from megalite.nn.module import named_specs
 from megalite.optimizer.optimizer import Optimizer
 from megalite.precision.policy import Precision
+from megalite.precision.states import WIDE, StateNames
 from tests.helpers import BF16, FP16, FP32, FP64, tiny_model, tiny_tokens
 
 MESH = single_process_mesh()
@@ -189,10 +190,11 @@ def test_zero_grad_clears_and_padding_never_moves() -> None:
     assert (model.output_weight[131:] == 0).all()
 
 
-def test_a_rank_without_trainable_parameters_takes_part() -> None:
+@pytest.mark.parametrize("states", [WIDE, StateNames(exp_avg="fp8")], ids=["wide", "lean"])
+def test_a_rank_without_trainable_parameters_takes_part(states: StateNames) -> None:
     model = tiny_model(MESH, FP64)
     model.requires_grad_(False)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, replace(FP64, states=states))
     optimizer.begin_step(1)
     optimizer.reduce_gradients()
     assert take_step(optimizer, STEPS[0], loss_scale=2.0) == 0.0

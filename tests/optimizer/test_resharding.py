@@ -9,16 +9,25 @@ import torch
 
 from megalite.distributed.pool import ProcessPool
 from megalite.verify.layouts import Variant
-from tests.optimizer.zero_runs import STRATEGIES, Outcome, run_zero
+from tests.optimizer.zero_runs import LEAN, STRATEGIES, Outcome, make_lean, run_zero
 from tests.verify.networks import FOUR_LAYERS, network
 
 
 def pass_on(
-    pool: ProcessPool, variant: Variant, *, load: Path | None, save: Path, steps: int = 0, bf16: bool = True
+    pool: ProcessPool,
+    variant: Variant,
+    *,
+    load: Path | None,
+    save: Path,
+    steps: int = 0,
+    bf16: bool = True,
+    states: str | None = None,
 ) -> Outcome:
-    """Load what there is, train, save."""
+    """Load what there is, train, save. `states`: a key of LEAN."""
     config = variant.apply(network(FOUR_LAYERS))
     config.precision.fp64, config.precision.bf16 = False, bf16
+    if states is not None:
+        make_lean(config, states)
     config.training.global_batch_size = 12
     config.checkpoint.load, config.checkpoint.save = (None if load is None else str(load)), str(save)
     return run_zero(pool, config, variant.processes, steps)[0]
@@ -66,6 +75,50 @@ def test_tp_2_dp_2_and_stages_to_one_process_and_back(pool: ProcessPool, tmp_pat
     truth = pass_on(pool, wide, load=None, save=tmp_path / "0", steps=1)
     assert_equal(pass_on(pool, Variant(), load=tmp_path / "0", save=tmp_path / "1"), truth)
     assert_equal(pass_on(pool, wide, load=tmp_path / "1", save=tmp_path / "2"), truth)
+
+
+@pytest.mark.parametrize(
+    "states", [*(pytest.param(name, marks=pytest.mark.full_matrix) for name in LEAN if name != "fp8"), "fp8"]
+)
+def test_lean_states_survive_and_a_resumed_run_is_the_same_bit_by_bit(
+    pool: ProcessPool, tmp_path: Path, states: str
+) -> None:
+    wide, one = Variant(tp=2, dp=2, sharding="optim_grads"), Variant()
+    half = pass_on(pool, wide, load=None, save=tmp_path / "half", steps=2, states=states)
+    assert_equal(pass_on(pool, one, load=tmp_path / "half", save=tmp_path / "one", states=states), half)
+    assert_equal(pass_on(pool, wide, load=tmp_path / "one", save=tmp_path / "back", states=states), half)
+    straight = pass_on(pool, wide, load=None, save=tmp_path / "straight", steps=4, states=states)
+    resumed = pass_on(pool, wide, load=tmp_path / "back", save=tmp_path / "resumed", steps=2, states=states)
+    assert_equal(resumed, straight)
+
+
+@pytest.mark.parametrize("states", LEAN)
+def test_lean_and_wide_states_read_each_other(pool: ProcessPool, tmp_path: Path, states: str) -> None:
+    """A wide run takes a lean one's numbers as they are, so they come back unchanged; the first rounds its own."""
+    one = Variant()
+    wide = pass_on(pool, one, load=None, save=tmp_path / "wide", steps=2)
+    lean = pass_on(pool, one, load=tmp_path / "wide", save=tmp_path / "lean", states=states)
+    again = pass_on(pool, one, load=tmp_path / "lean", save=tmp_path / "again")
+    assert_equal(pass_on(pool, one, load=tmp_path / "again", save=tmp_path / "back", states=states), lean)
+    spacing = {"bf16": 2**-7, "fp16": 2**-10, "fp8": 2**-3}[states]
+    for name, tensor in lean.values.items():
+        assert torch.equal(again.values[name].to(tensor.dtype), tensor), name
+        truth = wide.values[name].double()
+        assert ((tensor.double() - truth).abs() <= spacing * truth.abs() + 2**-17 * truth.abs().max()).all(), name
+
+
+def test_lean_states_read_those_of_other_formats(pool: ProcessPool, tmp_path: Path) -> None:
+    """What a format can't hold is rounded to a neighbour."""
+    last = pass_on(pool, Variant(), load=None, save=tmp_path / "0", steps=2, states="bf16")
+    for number, states in enumerate(("fp16", "fp8", "bf16", "fp8", "fp16")):
+        load, save = tmp_path / str(number), tmp_path / str(number + 1)
+        read = pass_on(pool, Variant(), load=load, save=save, states=states)
+        assert read.updates == 2
+        for name, tensor in last.values.items():
+            if name in read.values:  # main parameters may be the parameters themselves
+                truth, numbers = tensor.double(), read.values[name].double()
+                assert ((numbers - truth).abs() <= 2**-3 * truth.abs() + 2**-17 * truth.abs().max()).all(), name
+        last = read
 
 
 def test_a_step_after_a_change_of_stage_is_the_step_without_it(pool: ProcessPool, tmp_path: Path) -> None:

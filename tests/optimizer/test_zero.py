@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from megalite.distributed.pool import ProcessPool
+from megalite.estimate.memory import estimate_memory
 from megalite.verify.layouts import Variant
 from megalite.verify.proof import Prover
-from tests.optimizer.zero_runs import STRATEGIES, Outcome, run_zero, same, zero_config
+from tests.optimizer.zero_runs import LEAN, STRATEGIES, Outcome, make_lean, run_zero, same, zero_config
 from tests.verify.networks import network
 
 STEPS = 2
@@ -38,9 +39,9 @@ def zero(pool: ProcessPool) -> Zero:
     return run
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_with_one_microbatch_all_stages_are_equal_bit_by_bit(zero: Zero, bf16: bool) -> None:
-    outcomes = [zero(strategy, bf16=bf16)[0] for strategy in STRATEGIES]
+@pytest.mark.parametrize("flags", [{}, {"bf16": True}, *({"states": states} for states in LEAN)], ids=str)
+def test_with_one_microbatch_all_stages_are_equal_bit_by_bit(zero: Zero, flags: dict[str, Any]) -> None:
+    outcomes = [zero(strategy, **flags)[0] for strategy in STRATEGIES]
     assert all(same(outcomes[0], other) for other in outcomes[1:])
 
 
@@ -65,6 +66,22 @@ def test_bucket_sizes_from_one_parameter_to_all_change_no_bit(zero: Zero, strate
     assert all(same(outcomes[0], other) for other in outcomes[1:])
 
 
+@pytest.mark.parametrize("states", LEAN)
+def test_overlap_and_small_buckets_change_no_bit_of_lean_states(zero: Zero, states: str) -> None:
+    flags = {"ddp_bucket_size": 5_000, **overlap("optim_grads")}
+    plain, cut = (zero("optim_grads", states=states, **more)[0] for more in ({}, flags))
+    assert len(plain.buckets) < len(cut.buckets)
+    assert same(plain, cut)
+
+
+@pytest.mark.parametrize("states", LEAN)
+def test_a_lean_update_on_the_host_changes_no_bit(zero: Zero, states: str) -> None:
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.3}
+    plain, hosted = (zero("optim", states=states, **flags)[0] for flags in ({}, offload))
+    assert same(plain, hosted)
+    assert hosted.held["host"] > 0
+
+
 @pytest.mark.parametrize(("strategy", "fraction"), [("no_shard", 1.0), ("optim_grads", 0.3)])
 def test_an_update_on_the_host_changes_no_bit(zero: Zero, strategy: str, fraction: float) -> None:
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
@@ -78,6 +95,24 @@ def test_four_shards_equal_one_process(pool: ProcessPool, strategy: str) -> None
     """Other layouts with sharding: see the matrix of `verify`."""
     variant = Variant(dp=4, sharding=strategy)
     difference = Prover(pool, steps=STEPS).prove(variant.apply(network(variant)), 4)
+    assert difference.worst <= 1e-10, difference
+
+
+@pytest.mark.parametrize(
+    ("states", "variant"),
+    [
+        ("bf16", Variant(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads_params")),
+        ("fp16", Variant(tp=4)),
+        ("fp8", Variant(tp=2, pp=2, schedule="1f1b")),
+    ],
+    ids=str,
+)
+def test_lean_states_equal_those_of_one_process(pool: ProcessPool, states: str, variant: Variant) -> None:
+    """In float64, rounded to the formats: a difference in the last bit would rarely round to another number."""
+    config = variant.apply(network(variant, llama=variant.tp == 4))
+    make_lean(config, states)
+    config.precision.main_grads_dtype = "fp32"
+    difference = Prover(pool, steps=4).prove(config, variant.processes)
     assert difference.worst <= 1e-10, difference
 
 
@@ -107,6 +142,16 @@ BYTES = {  # per parameter in bf16 with fp32 gradients: parameters, gradients, m
 def test_a_rank_holds_what_the_formulas_say(zero: Zero, strategy: str, ranks: int) -> None:
     for outcome in zero(strategy, ranks, bf16=True):
         expected = [share * outcome.held["elements"] for share in BYTES[strategy](ranks)]
+        assert [outcome.held[kind] for kind in ("parameters", "gradients", "main", "moments")] == expected
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("states", LEAN)
+def test_a_rank_holds_what_the_memory_report_predicts_of_lean_states(zero: Zero, strategy: str, states: str) -> None:
+    config = zero_config(strategy, states=states)
+    for outcome in zero(strategy, states=states):
+        memory = estimate_memory(config, outcome.held["elements"], activations=0, ranks=2)
+        expected = [memory.parameters, memory.main_gradients, memory.main_parameters, memory.moments]
         assert [outcome.held[kind] for kind in ("parameters", "gradients", "main", "moments")] == expected
 
 

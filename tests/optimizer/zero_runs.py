@@ -21,6 +21,13 @@ from megalite.training.run import build_run
 from megalite.verify.configs import resolved
 from tests.verify.networks import FOUR_LAYERS, network
 
+KINDS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+LEAN = {
+    "bf16": dict(zip(KINDS, ("bf16", "bf16", "bf16", "bf16"), strict=True)),
+    "fp16": dict(zip(KINDS, ("fp32", "fp16", "fp16", "fp16"), strict=True)),
+    "fp8": dict(zip(KINDS, ("bf16", "bf16", "fp8", "fp8"), strict=True)),
+}
+"""Flags of the optimizer's states: none scaled; all scaled; the fewest bits."""
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
@@ -45,9 +52,12 @@ class Outcome:
 
 
 def zero_config(strategy: str, *, microbatches: int = 1, dp: int = 2, **overrides: Any) -> RunConfig:
-    """The proof network in fp32, untied; `overrides` are fields of any section."""
+    """The proof network in fp32, untied; `overrides` are fields of any section. `states`: a key of LEAN."""
     config = network(FOUR_LAYERS, tied=overrides.pop("tied", False), dropout=0.0, llama=overrides.pop("llama", False))
     config.precision.fp64 = overrides.pop("fp64", False)
+    if (states := overrides.pop("states", None)) is not None:
+        overrides["bf16"] = True
+        make_lean(config, states)
     config.training.global_batch_size = microbatches * dp
     config.layout.data_parallel_sharding_strategy = strategy
     for name, value in overrides.items():
@@ -56,9 +66,20 @@ def zero_config(strategy: str, *, microbatches: int = 1, dp: int = 2, **override
     return config
 
 
+def make_lean(config: RunConfig, states: str) -> None:
+    """Set the flags of LEAN's entry."""
+    config.precision.use_precision_aware_optimizer = True
+    for name, value in LEAN[states].items():
+        setattr(config.precision, name, value)
+
+
 def assemble_pieces(pieces: list[Piece], mesh: Mesh) -> dict[str, Tensor]:
     """Whole logical tensors on every rank, of pieces that ranks share out. Collective over the world."""
-    parts = [(piece.name, piece.spec.shape, start, view.clone()) for piece in pieces for _, start, view in piece.held()]
+    parts = [
+        (piece.name, piece.spec.shape, start, piece.numbers(view).clone())
+        for piece in pieces
+        for _, start, view in piece.held()
+    ]
     result: dict[str, Tensor] = {}
     for name, shape, start, view in (part for mine in all_gather_objects(parts, mesh.world) for part in mine):
         whole = result.setdefault(name, torch.full(shape, math.nan, dtype=view.dtype))

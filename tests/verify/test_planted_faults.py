@@ -14,12 +14,14 @@ from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import Box
 from megalite.distributed.pieces import Piece
 from megalite.distributed.pool import ProcessPool
+from megalite.optimizer import lean
 from megalite.optimizer.copies import CopySums
 from megalite.training.trainer import Trainer
 from megalite.verify.configs import resolved
 from megalite.verify.layouts import Variant
 from megalite.verify.proof import Prover
 from megalite.verify.trace import Trace, trace
+from tests.optimizer.zero_runs import make_lean
 from tests.verify.networks import FINETUNING, network
 
 TOLERANCE = 1e-10
@@ -104,6 +106,25 @@ def test_a_planted_fault_is_found(pool: ProcessPool, variant: Variant, tracer: A
         wrong = {name for name, value in difference.parameters.items() if value > TOLERANCE}
         assert wrong == {name for name in difference.parameters if name.endswith(SEQUENCE_PARALLEL)}
     assert prover.prove(config, variant.processes).worst <= TOLERANCE
+
+
+def _local_places(mesh: Mesh, values: Values, steps: int) -> Trace | None:
+    """Random bits for rounding are those of an element's place on its rank."""
+
+    def places(chunk: Any) -> torch.Tensor:
+        return torch.arange(chunk.start, chunk.start + chunk.high - chunk.low)
+
+    with mock.patch.object(lean._Chunk, "places", places):
+        return trace(mesh, values, steps)
+
+
+def test_rounding_of_states_that_depends_on_the_layout_is_found(pool: ProcessPool) -> None:
+    prover, variant = Prover(pool, steps=3), Variant(tp=2)
+    config = variant.apply(network(variant, steps=3))
+    make_lean(config, "fp8")
+    config.precision.main_grads_dtype = "fp32"
+    assert prover.prove(config, 2, tracer=_local_places).worst > 1e-5
+    assert prover.prove(config, 2).worst <= TOLERANCE
 
 
 def test_a_replicated_factor_whose_gradient_stays_partial_is_found(pool: ProcessPool, tmp_path: Path) -> None:
