@@ -56,8 +56,8 @@ class SelfAttention(ShardedModule, ABC):
 
 
 class _SumOnFirst(torch.autograd.Function):
-    """The identity on [s, b, 1, queries + key + value, d]. In the backward the gradients of a key and value that `share`
-    neighbours of `group` have copies of are summed on the first of them; the others get zeros."""
+    """The identity on [s, b, 1, queries + key + value, d]. In the backward the gradients of a key and value of which
+    `share` neighbours in `group` have copies are summed on the first of them; the others get zeros."""
 
     @staticmethod
     def forward(ctx: Any, fused: Tensor, share: int, group: Group) -> Tensor:
