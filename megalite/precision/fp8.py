@@ -137,7 +137,9 @@ class Fp8Products(Products):
             self.statistics.forget(0, 2)
 
     def append(self, amax: Tensor) -> None:
-        """Take a step's maxima, wide [roles], into the history."""
+        """Take a step's maxima, wide [roles], into the history. Where all was zero, as gradients are of a batch where
+        no token counts, what was known stays: such a scale would round the next step's to zero."""
+        amax = torch.where(amax > 0.0, amax, self.history[:, 0])
         self.history.copy_(torch.cat([amax[:, None], self.history[:, :-1]], 1))
         self.has_history = True
 

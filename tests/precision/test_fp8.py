@@ -148,6 +148,14 @@ def test_an_evaluation_between_two_steps_leaves_nothing_in_the_history() -> None
     assert ours.history.tolist() == [[1.0, 2.0], [5.0, 5.0], [0.0, 0.0]]
 
 
+def test_a_step_without_gradients_doesnt_round_the_next_ones_to_zero() -> None:
+    ours = products("delayed")
+    for amax in (3e-6, 0.0):
+        ours.append(torch.tensor([1.0, 1.0, amax], dtype=DOUBLE))
+    grad = torch.full((2, 3), 2e-6, dtype=DOUBLE)
+    assert ours.factor("gradient", grad).over_columns.dequantize().allclose(grad, rtol=0.13, atol=0.0)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_an_infinity_isnt_hidden_by_the_cast(recipe: str, bad: float) -> None:

@@ -46,6 +46,14 @@ def test_a_layout_equals_one_process(pool: ProcessPool, recipe: str, variant: Va
     assert _worst(pool, _network(variant, recipe), variant) <= TOLERANCE
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_ranks_that_have_copies_of_a_key_and_value_equal_one_process(pool: ProcessPool, recipe: str) -> None:
+    variant = Variant(tp=2, sequence_parallel=True)
+    config = _network(variant, recipe)
+    config.model.num_query_groups = 1
+    assert _worst(pool, config, variant) <= TOLERANCE
+
+
 def test_a_delayed_scale_follows_the_largest_amax_of_all_ranks_in_its_history(pool: ProcessPool) -> None:
     variant = Variant(tp=2, dp=2, sharding="optim_grads")
     config = _network(variant, "delayed", fp8_amax_history_len=3, fp8_amax_compute_algo="max", fp8_margin=1)
