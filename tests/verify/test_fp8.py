@@ -33,7 +33,10 @@ SAMPLE = [
 
 def _network(variant: Variant, recipe: str, *, llama: bool = True, **precision: Any) -> RunConfig:
     fp8 = PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe, **precision)
-    return network(variant, llama=llama, tied=False, precision=fp8)
+    config = network(variant, llama=llama, tied=False, precision=fp8)
+    if variant.recompute == "selective":
+        config.training.recompute_modules = ["core_attn", "layernorm"]
+    return config
 
 
 def _worst(pool: ProcessPool, config: RunConfig, variant: Variant, tracer: Any = trace, steps: int = 3) -> float:
@@ -75,7 +78,7 @@ def test_adapters_beside_fp8_weights_equal_one_process(pool: ProcessPool, tmp_pa
 
 GATHERED = [
     Variant(tp=2, dp=2, sharding="optim"),
-    Variant(dp=2, sharding="optim_grads"),
+    Variant(dp=2, sharding="optim_grads", recompute="full"),
     Variant(pp=2, schedule="1f1b", dp=2, sharding="optim_grads_params"),
 ]
 
