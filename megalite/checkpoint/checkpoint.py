@@ -140,7 +140,8 @@ def _refuse_misfits(path: Path, plan: ReadPlan) -> None:
 
 def _refuse_unwanted(path: Path, index: Index, wanted: set[str], mesh: Mesh) -> None:
     """Raise where the checkpoint holds parameters that no rank wants. Collective; all ranks read the same index."""
-    names = sorted({parameter_name(key) for key in index.tensors})
+    # State alone may be of a weight that is elsewhere: an adapter's checkpoint has FP8 histories of frozen layers.
+    names = sorted({parameter_name(key) for key in index.tensors if not key.startswith(STATE_PREFIX)})
     unwanted = wanted_by_none(names, {parameter_name(key) for key in wanted}, mesh)
     if unwanted:
         advice = _hint(path)

@@ -40,6 +40,8 @@ def _fp8_problems(config: RunConfig) -> Iterator[str]:
     yield from _gather_problems(config)
     yield from needs(config, precision.fp8_recipe == "delayed", "--fp8-recipe delayed", *_DELAYED)
     start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    if precision.first_last_layers_bf16 and start == end == 0:
+        yield "--first-last-layers-bf16 with no layer at the start and none at the end: leave it out"
     if precision.first_last_layers_bf16 and layers is not None and start + end >= layers:
         yield (
             f"--first-last-layers-bf16: {start} first and {end} last layers are all {layers}, so none would compute in "

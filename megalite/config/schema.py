@@ -16,7 +16,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalite.config.schema_field import ABOVE_ZERO, BELOW_ONE, NOT_NEGATIVE, Bound, flag
+from megalite.config.schema_field import ABOVE_ZERO, BELOW_ONE, NOT_NEGATIVE, UP_TO_100, Bound, flag
 from megalite.config.schema_finetune import FinetuneConfig, PeftConfig
 from megalite.config.schema_model import ROTARY as ROTARY
 from megalite.config.schema_model import ModelConfig as ModelConfig
@@ -244,7 +244,7 @@ class PrecisionConfig:
         "elements, of a weight 128 x 128; mxfp8: of 32 elements, powers of two",
         choices=("delayed", "tensorwise", "blockwise", "mxfp8"),
     )
-    fp8_margin: int = flag(0, "powers of two of headroom in delayed scaling", bound=NOT_NEGATIVE)
+    fp8_margin: int = flag(0, "powers of two of headroom in delayed scaling", bound=UP_TO_100)
     fp8_amax_history_len: int = flag(1, "steps whose maxima delayed scaling looks at")
     fp8_amax_compute_algo: str = flag(
         "most_recent", "which of these maxima delayed scaling takes", choices=("most_recent", "max")

@@ -18,6 +18,7 @@ class Bound:
 AT_LEAST_ONE = Bound("must be at least 1", lambda value: value >= 1)
 NOT_NEGATIVE = Bound("must not be negative", lambda value: value >= 0)
 ABOVE_ZERO = Bound("must be above 0", lambda value: value > 0)
+UP_TO_100 = Bound("must be from 0 to 100", lambda value: 0 <= value <= 100)
 BELOW_ONE = Bound("must be from 0 to below 1", lambda value: 0 <= value < 1)
 
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from megalite.distributed.collectives import start_all_gather
+from megalite.distributed.mesh import Group
 from megalite.distributed.param_spec import Init, grouped_qkv
 from megalite.nn.attention_backend import CoreAttention
 from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -51,12 +55,30 @@ class SelfAttention(ShardedModule, ABC):
         return self.linear_proj(self.recompute.run("core_attn", self.core, q, k, v, tokens, self.layer), tokens)
 
 
+class _SumOnFirst(torch.autograd.Function):
+    """The identity on [s, b, 1, queries + key + value, d]. In the backward the gradients of a key and value of which
+    `share` neighbours in `group` have copies are summed on the first of them; the others get zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, fused: Tensor, share: int, group: Group) -> Tensor:
+        ctx.share, ctx.group = share, group
+        return fused.view_as(fused)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, rank, share = grads[0].clone(), ctx.group.rank, ctx.share
+        parts = start_all_gather(grad[..., -2:, :][None], ctx.group).wait()
+        grad[..., -2:, :] = parts[rank : rank + share].sum(0) if rank % share == 0 else 0.0
+        return grad, None, None
+
+
 class GroupedQueryAttention(SelfAttention):
     """Queries share keys and values in groups. Queries and keys may be normalised.
 
     The fused projection is laid out as [groups, queries of a group + key + value, head], an order that knows no layout,
     so any cut by groups is a plain slice. With more ranks than groups each group's key and value are copied to the
-    ranks that share its queries.
+    ranks that share its queries. Each then has a part of their gradient. In FP8 a rounded sum isn't the sum of rounded
+    parts, so there the parts are summed first.
     """
 
     def __init__(self, build: Build, core: CoreAttention, layer: int):
@@ -64,7 +86,8 @@ class GroupedQueryAttention(SelfAttention):
         config, place = build.config, build.place()
         heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
         queries = heads // groups
-        self.interleaved = config.rotary_interleaved
+        self.interleaved, self.group = config.rotary_interleaved, build.mesh.tp
+        self.share = place.tp // groups if build.precision.fp8 is not None else 1  # ranks that sum a key's gradients
         local_groups = max(1, groups // place.tp)
         self.local_queries = heads // place.tp // local_groups  # of a group on this rank
         self.cache_shapes = (local_groups, width), (local_groups, width)
@@ -91,6 +114,8 @@ class GroupedQueryAttention(SelfAttention):
 
     def project(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         fused = self.linear_qkv(x, tokens).unflatten(-1, self.local_shape)
+        if self.share > 1:
+            fused = cast(Tensor, _SumOnFirst.apply(fused, self.share, self.group))
         q = fused[..., : self.local_queries, :].flatten(2, 3)
         k, v = fused[..., self.local_queries, :], fused[..., self.local_queries + 1, :]
         if self.q_layernorm is not None and self.k_layernorm is not None:

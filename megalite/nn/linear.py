@@ -114,6 +114,7 @@ class _Linear(torch.autograd.Function):
         if x_full and ctx.sink is not None:
             how.fill(ctx.sink, grad, x_full[0])
         elif x_full:
+            assert weight.element_size() > 1, "a weight that is stored in eight bits needs a sink"
             weight_grad = torch.zeros_like(weight)
             rows = weight_grad.view(-1, ctx.inputs)[: grad.tensor.shape[-1]]
             rows.copy_(how.products.weight_gradient(grad, x_full[0]))

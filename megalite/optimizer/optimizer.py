@@ -8,7 +8,7 @@ decided from one global number that every rank holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,7 @@ class Optimizer:
         self.sharding = sharding = sharding or Sharding()
         self.buckets = build_buckets(units, mesh, precision, sharding)
         self.names = global_names(self.buckets, mesh)
+        self._trained = {slot.name for bucket in self.buckets for slot in bucket.slots}
         self.transport, self.scaling = transport or Transport(), scaling or Fp8Scaling({}, mesh)
         self.reducer = GradientReducer(self.buckets, units, self.transport, precision, sharding)
         kind = UnitGatherer if sharding.parameters else WholeGatherer
@@ -193,10 +194,11 @@ class Optimizer:
         for segment in self.segments:
             if segment.is_copy and not segment.in_eight_bits:
                 segment.parameters.copy_(segment.main.detach(), non_blocking=True)
-        self._round_to_eight_bits()
+        self._round_to_eight_bits(self._trained)
 
-    def _round_to_eight_bits(self) -> None:
-        self.scaling.parameters_changed()
+    def _round_to_eight_bits(self, changed: Collection[str] | None = None) -> None:
+        """`changed`: names of the parameters that have other values; None: any may."""
+        self.scaling.parameters_changed(self.scaling.layers if changed is None else changed)
         pieces = []
         for segment in self.segments:
             if segment.in_eight_bits:

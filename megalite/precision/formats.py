@@ -1,9 +1,9 @@
-"""Number formats of four and eight bits, and the cast to them.
+"""Number formats of few bits, and the cast to them.
 
 Key idea: a cast is a pure function: the nearest number of the format, ties to even, and beyond the largest one that
 largest one. How numbers are scaled to fit is another matter (`precision.scaling`).
 
-E4M3 and E5M2: Micikevicius et al. 2022. E2M1 and the scales E8M0: Open Compute Project, Microscaling Formats (MX) 1.0.
+E4M3 and E5M2: Micikevicius et al. 2022.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class FloatFormat:
 
 E4M3 = FloatFormat("E4M3", 3, -6, 448.0, torch.float8_e4m3fn)
 E5M2 = FloatFormat("E5M2", 2, -14, 57344.0, torch.float8_e5m2)
-E2M1 = FloatFormat("E2M1", 1, 0, 6.0, torch.float8_e4m3fn)  # torch has no arithmetic on packed pairs of E2M1
 
 
 def exponent(x: Tensor) -> Tensor:
@@ -56,6 +55,6 @@ def nearest(x: Tensor, target: FloatFormat) -> Tensor:
 
 def cast(x: Tensor, target: FloatFormat) -> Tensor:
     """`nearest` in the format's dtype."""
-    if x.dtype == torch.float64 or target is E2M1:  # torch would cast by way of float32, which rounds twice
+    if x.dtype == torch.float64:  # torch would cast by way of float32, which rounds twice
         return nearest(x, target).to(target.dtype)
     return x.clamp(-target.largest, target.largest).to(target.dtype)

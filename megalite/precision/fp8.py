@@ -10,7 +10,7 @@ numbers don't depend on the layout. Delayed scaling looks at earlier steps inste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast as cast_to
@@ -100,7 +100,7 @@ class _QuantizedFactor(Factor):
         block = self._products.block_of(self.role)
         if block is None or block[0] == block[1]:
             return self.over_columns.transposed()
-        return self._products.quantize(self.role, self.flat.t())
+        return self._products.quantize(self.role, self.flat.t().contiguous())
 
 
 class Fp8Products(Products):
@@ -125,19 +125,23 @@ class Fp8Products(Products):
         self.fp8, self.wide, self.group, self.cut, self._keeps_input = fp8, wide, group, cut, keeps_input
         self.history = torch.zeros(len(ROLES), fp8.length, dtype=wide, device=device)
         self.now = torch.zeros(len(ROLES), dtype=wide, device=device)
-        self.has_history = False
+        self.has_history, self._factor = False, torch.ones_like(self.now[0])
         self._weight: _QuantizedFactor | None = None
         self._stored: Tensor | None = None
         self.statistics = Statistics(len(ROLES), self.now) if fp8.measures else None
 
-    def begin_step(self) -> None:
-        """Forget what was measured of inputs and gradients, as in an evaluation."""
+    def begin_step(self, factor: Tensor) -> None:
+        """Forget what was measured of inputs and gradients, as in an evaluation. `factor`: wide [], what the loss is
+        multiplied by in this step, so that gradients of one step say how large those of another will be."""
         self.now[0], self.now[2] = 0.0, 0.0
+        self._factor = factor
         if self.statistics is not None:
             self.statistics.forget(0, 2)
 
     def append(self, amax: Tensor) -> None:
-        """Take a step's maxima, wide [roles], into the history."""
+        """Take a step's maxima, wide [roles], into the history. Where all was zero, as gradients are of a batch where
+        no token counts, what was known stays: such a scale would round the next step's to zero."""
+        amax = torch.where(amax > 0.0, amax, self.history[:, 0])
         self.history.copy_(torch.cat([amax[:, None], self.history[:, :-1]], 1))
         self.has_history = True
 
@@ -149,7 +153,7 @@ class Fp8Products(Products):
 
     def store_weight(self, amax: Tensor) -> Tensor:
         """The scale, wide [], of a weight that is stored in eight bits: `amax` is of all its parts."""
-        self._stored = self._scale("weight", amax, E4M3)
+        self._stored = self._scale_for("weight", amax, E4M3, None)
         return self._stored
 
     def format_of(self, role: Role) -> FloatFormat:
@@ -175,19 +179,27 @@ class Fp8Products(Products):
 
     def _scale(self, role: Role, amax: Tensor, target: FloatFormat) -> Tensor:
         """Of a whole tensor of this amax, wide []."""
+        return self._scale_for(role, amax, target, self.group if role in self.cut else None)
+
+    def _scale_for(self, role: Role, amax: Tensor, target: FloatFormat, group: Group | None) -> Tensor:
+        """`group`: ranks that hold other parts of the tensor; None: there are none."""
         recipe, number = self.fp8.recipe, ROLES.index(role)
+        factor = self._factor if role == "gradient" else torch.ones_like(self._factor)
         if recipe.delayed:
-            self.now[number] = torch.maximum(self.now[number], amax)
+            self.now[number] = torch.maximum(self.now[number], amax / factor)
         if recipe.delayed and self.has_history:
             past = self.history[number]
-            known = (past.amax() if self.fp8.largest else past[0]) * 2.0**self.fp8.margin
+            known = (past.amax() if self.fp8.largest else past[0]) * factor * 2.0**self.fp8.margin
             return scale_of(known, recipe, target) + 0.0 * amax  # NaN where this tensor holds an infinity
-        if role in self.cut:
-            all_reduce(amax, self.group, "max")
+        if group is not None:
+            all_reduce(amax, group, "max")
         return scale_of(amax, recipe, target)
 
     def factor(self, role: Role, tensor: Tensor) -> _QuantizedFactor:
-        return _QuantizedFactor(tensor, self, role)
+        factor = _QuantizedFactor(tensor, self, role)
+        if self.block_of(role) is None:
+            _ = factor.over_columns  # now: its collective would wait for a gather that the layer starts next
+        return factor
 
     def keep(self, factor: Factor, part: Tensor) -> tuple[Tensor, ...]:
         """In eight bits where one scale is that of all parts; as bytes, which can be gathered anywhere."""
@@ -252,10 +264,10 @@ class Fp8Scaling:
         self._measured = {name: products.statistics for name, products in layers.items() if products.statistics}
         self._delayed = [products for products in layers.values() if products.fp8.recipe.delayed]
 
-    def begin_step(self) -> None:
-        """Before a step's first forward."""
+    def begin_step(self, factor: Tensor) -> None:
+        """Before a step's first forward. `factor`: [], what the loss is multiplied by."""
         for products in self.layers.values():
-            products.begin_step()
+            products.begin_step(factor.to(products.wide))
 
     def end_step(self) -> None:
         """Before an update: take the step's maxima into the histories. Collective over the ranks of the stage."""
@@ -293,16 +305,17 @@ class Fp8Scaling:
             largest = self._of_all_ranks([each.largest for each in self._measured.values()])
             counts = torch.stack([each.counts for each in self._measured.values()])
             counts = all_reduce(all_reduce(counts, self._mesh.tp), self._mesh.dp_cp)
-            for name, *of_layer in zip(self._measured, largest, counts, strict=True):
+            for name, *of_layer in zip(self._measured, largest.tolist(), counts.tolist(), strict=True):
                 for role, *row in zip(ROLES, *of_layer, strict=True):
                     prefix = f"{name.removesuffix('.weight')}/{role}/"
                     mine |= {prefix + measure: value for measure, value in measures(*row).items()}
         return {key: value for part in all_gather_objects(mine, self._mesh.pp) for key, value in part.items()}
 
-    def parameters_changed(self) -> None:
-        """Weights have other values."""
-        for products in self.layers.values():
-            products.forget_weight()
+    def parameters_changed(self, names: Collection[str]) -> None:
+        """Weights of these names have other values. Delayed scales may change without."""
+        for name, products in self.layers.items():
+            if name in names or products.fp8.recipe.delayed:
+                products.forget_weight()
 
     def state(self) -> Iterator[tuple[str, Piece]]:
         """(`fp8_amax.parameter name`, piece) of the histories, of constant size. Writing into them, and then calling

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,13 +31,13 @@ class Statistics:
         self.largest[role] = torch.maximum(self.largest[role], seen)
         zeros = ((quantized.data.view(torch.uint8) & 0x7F) == 0) & (x != 0)
         beyond = x.to(scale.dtype).abs() > quantized.scales() * target.limit
-        numbers = zeros.new_tensor(x.numel(), dtype=torch.float64)
+        numbers = zeros.new_full((), x.numel(), dtype=torch.float64)
         self.counts[role] += torch.stack([numbers, zeros.sum(), beyond.sum()])
 
 
-def measures(largest: Tensor, counts: Tensor) -> dict[str, float]:
+def measures(largest: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
     """Of one role's row of both tables: amax, the largest scale of a block, and the shares of the numbers that became
     zero without being it, and that were beyond the format's largest."""
-    (amax, scale), (numbers, zeros, beyond) = largest.tolist(), counts.tolist()
+    (amax, scale), (numbers, zeros, beyond) = largest, counts
     shares = {"underflow": zeros / max(1.0, numbers), "saturated": beyond / max(1.0, numbers)}
     return {"amax": amax, "scale": scale} | shares

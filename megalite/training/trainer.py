@@ -90,7 +90,7 @@ class Trainer:
         tokens = counted.clamp(min=1).to(torch.float64)
         with self.timers.section("forward-backward"):
             self.optimizer.begin_step(len(microbatches))
-            self.model.scaling.begin_step()
+            self.model.scaling.begin_step(loss_scale / tokens)
             state = self.progress.state
             key = random.fold(state.dropout_seed, "dropout")
             if self.mesh.device.type == "cuda":

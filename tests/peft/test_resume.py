@@ -193,3 +193,11 @@ def test_the_best_loss_of_an_earlier_run_counts_only_where_its_adapter_is(tmp_pa
     assert f"--save-best-adapter {tmp_path} holds no adapter" in said[0]
     (tmp_path / "adapter_config.json").write_text("{}")
     assert saver.standing_best(4.7) == 4.7
+
+
+@pytest.mark.parametrize("changed", [{"fp8_format": None, "fp8_backend": "auto"}, {"load_optim": False}], ids=str)
+def test_fp8_histories_of_frozen_layers_stand_in_nobodys_way(changed: dict[str, Any], tmp_path: Path) -> None:
+    """An adapter's checkpoint has them, though it doesn't have the layers' weights."""
+    fp8 = {"fp8_format": "hybrid", "fp8_backend": "emulated"}
+    start(adapter_config("lora", **fp8), save=tmp_path)
+    start(adapter_config("lora", load=str(tmp_path), **(fp8 | changed)))

@@ -1,4 +1,4 @@
-"""Casts to E4M3, E5M2 and E2M1 against tables that these tests make from the formats' definitions."""
+"""Casts to E4M3 and E5M2 against tables that these tests make from the formats' definitions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.precision.formats import E2M1, E4M3, E5M2, FloatFormat, cast, nearest
+from megalite.precision.formats import E4M3, E5M2, FloatFormat, cast, nearest
 
 INF, NAN = math.inf, math.nan
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -35,7 +35,6 @@ def decode(code: int, exponent_bits: int, mantissa_bits: int, specials: str) -> 
 TABLES = {
     E4M3: [decode(code, 4, 3, "fn") for code in range(256)],
     E5M2: [decode(code, 5, 2, "ieee") for code in range(256)],
-    E2M1: [decode(code, 2, 1, "none") for code in range(16)],
 }
 FORMATS = [pytest.param(target, id=target.name) for target in TABLES]
 

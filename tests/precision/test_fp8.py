@@ -24,6 +24,7 @@ from tests.peft.runs import run_of
 from tests.verify.networks import network
 
 DOUBLE = torch.float64
+ONE = torch.tensor(1.0, dtype=DOUBLE)
 GRIDS = {  # every magnitude of E5M2 and E4M3, by their definition; the coarser first
     57344.0: [m / 4 * 2.0**-14 for m in range(4)] + [(1 + m / 4) * 2.0**e for e in range(-14, 16) for m in range(4)],
     448.0: [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)][:-1],
@@ -117,7 +118,7 @@ def test_a_delayed_scale_is_that_of_the_history_and_constant_within_a_step() -> 
 
     assert scale(3.0) == 3.0 / 448  # nothing is known yet
     for largest, known in ((7.0, None), (5.0, 7.0), (2.0, 7.0), (1.0, 5.0), (1.0, 2.0)):
-        scaling.begin_step()
+        scaling.begin_step(ONE)
         for each in (1.0, largest):
             if known is not None:
                 assert scale(each) == known * 2 / 448
@@ -125,6 +126,17 @@ def test_a_delayed_scale_is_that_of_the_history_and_constant_within_a_step() -> 
                 scale(each)
         scaling.end_step()
     assert ours.history.shape == (len(ROLES), 2)
+
+
+def test_a_delayed_scale_of_gradients_follows_what_the_loss_is_multiplied_by() -> None:
+    """The tokens of a batch and the loss scale change from step to step."""
+    ours = products("delayed")
+    scaling = Fp8Scaling({"layer.weight": ours}, single_process_mesh())
+    for tokens, loss_scale in ((100, 1.0), (25, 1.0), (25, 2.0)):
+        grad = torch.full((2, 3), 5.0 * loss_scale / tokens, dtype=DOUBLE)
+        scaling.begin_step(loss_scale * ONE / tokens)
+        assert ours.factor("gradient", grad).over_columns.scale.item() == pytest.approx(grad.max() / 57344.0)
+        scaling.end_step()
 
 
 def test_an_evaluation_between_two_steps_leaves_nothing_in_the_history() -> None:
@@ -136,16 +148,24 @@ def test_an_evaluation_between_two_steps_leaves_nothing_in_the_history() -> None
         ours.output(ours.factor("input", torch.full((4, 3), largest, dtype=DOUBLE)), weight)
 
     forward(9.0)
-    scaling.begin_step()
+    scaling.begin_step(ONE)
     forward(2.0)  # with the weight as the evaluation quantised it
     scaling.end_step()
     assert ours.history[:, 0].tolist() == [2.0, 5.0, 0.0]
-    scaling.begin_step()
+    scaling.begin_step(ONE)
     forward(3.0)  # a step that is skipped
-    scaling.begin_step()
+    scaling.begin_step(ONE)
     forward(1.0)
     scaling.end_step()
     assert ours.history.tolist() == [[1.0, 2.0], [5.0, 5.0], [0.0, 0.0]]
+
+
+def test_a_step_without_gradients_doesnt_round_the_next_ones_to_zero() -> None:
+    ours = products("delayed")
+    for amax in (3e-6, 0.0):
+        ours.append(torch.tensor([1.0, 1.0, amax], dtype=DOUBLE))
+    grad = torch.full((2, 3), 2e-6, dtype=DOUBLE)
+    assert ours.factor("gradient", grad).over_columns.dequantize().allclose(grad, rtol=0.13, atol=0.0)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.precision.formats import E2M1, E4M3, E5M2, FloatFormat, nearest, power_of_two
+from megalite.precision.formats import E4M3, E5M2, FloatFormat, nearest, power_of_two
 from megalite.precision.scaling import (
     RECIPES,
     Block,
@@ -23,7 +23,7 @@ from megalite.precision.scaling import (
     shared_exponent,
 )
 
-FORMATS = [pytest.param(target, id=target.name) for target in (E4M3, E5M2, E2M1)]
+FORMATS = [pytest.param(target, id=target.name) for target in (E4M3, E5M2)]
 WIDE = (torch.float32, torch.float64)
 BLOCKED = [recipe for recipe in RECIPES.values() if recipe.block]
 NAN, INF = math.nan, math.inf
@@ -80,7 +80,7 @@ def test_an_mx_scale_is_the_exponent_of_amax_less_that_of_the_largest_number(
     """OCP Microscaling Formats 1.0, section 6.3: the largest power of two in the block, divided by that of the element
     format; an E8M0 number is 2^-127 to 2^127."""
     amax = magnitudes(dtype)
-    largest_exponent = {"E4M3": 8, "E5M2": 15, "E2M1": 2}[target.name]
+    largest_exponent = {"E4M3": 8, "E5M2": 15}[target.name]
     expected = [2.0 ** max(-127, min(127, math.frexp(x)[1] - 1 - largest_exponent)) for x in amax.tolist()]
     scale = shared_exponent(amax, target)
     assert scale.tolist() == expected

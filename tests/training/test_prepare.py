@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.errors import FlagError
+from megalite.config.resolve import resolve
 from megalite.config.schema import RunConfig
 from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.launch import Environment
@@ -20,6 +21,7 @@ from megalite.nn.module import named_specs
 from megalite.training import pretrain
 from megalite.training.prepare import deterministic, prepare_config, prepare_determinism
 from tests.helpers import BF16, LLAMA, tiny_model, tiny_tokens
+from tests.peft.runs import adapter_config
 
 CUDA, VARIABLES = torch.device("cuda"), ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
 
@@ -54,6 +56,22 @@ def test_a_program_that_names_an_adapter_without_its_kind_is_refused() -> None:
     config = RunConfig(peft=PeftConfig(load_adapter="adapter"))
     with pytest.raises(FlagError, match="--load-adapter adapter: give the kind"):
         prepare_config(config, Environment())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"fp8_backend": "te"}, "--fp8-backend te needs a GPU, but this run is on cpu; use auto"),
+        (
+            {"fp8_backend": "torch", "fp8_recipe": "mxfp8"},
+            "--fp8-backend torch has no scales of blocks on a CPU; use auto",
+        ),
+    ],
+)
+def test_a_back_end_of_fp8_that_cannot_run_is_refused(flags: dict[str, str], message: str) -> None:
+    config = adapter_config("none", fp64=False, bf16=True, fp8_format="e4m3", **flags)
+    with pytest.raises(FlagError, match=message):
+        prepare_config(resolve(config, 1), Environment())
 
 
 def test_what_cublas_and_nccl_read_is_set_before_cuda_starts_and_a_users_own_is_kept(

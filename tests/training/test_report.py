@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ import torch
 from megalite.config.errors import FlagError
 from megalite.config.resolve import resolve
 from megalite.distributed.launch import Environment
+from megalite.distributed.layout import Layout
+from megalite.distributed.mesh import Mesh
+from megalite.distributed.pool import ProcessPool
 from megalite.estimate.memory import MemoryEstimate
 from megalite.training import report
 from megalite.training.prepare import prepare, prepare_config
-from megalite.training.report import check_memory, memory_by_stage
-from tests.peft.runs import adapter_config, build
+from megalite.training.report import check_memory, memory_by_stage, predicted_memory
+from tests.peft.runs import adapter_config, build, run_of
 
 COMMAND = (
     "--seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
@@ -32,6 +36,44 @@ def test_what_is_predicted_without_a_model_is_what_the_model_then_holds(peft: st
     trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     assert predicted.parameters == sum(parameter.nbytes for parameter in parameters)
     assert predicted.main_gradients == trained and predicted.moments == 2 * trained
+
+
+def _held(mesh: Mesh, values: dict[str, dict[str, Any]]) -> tuple[dict[str, int], MemoryEstimate, int]:
+    """Measured bytes, those predicted, and how many elements of buckets are padding."""
+    run = run_of(mesh, values)
+    kept: list[int] = []
+
+    def measure(_: float) -> None:
+        for products in run.model.scaling.layers.values():
+            if (weight := products._weight) is not None:
+                kept.append(weight.over_rows.data.nbytes)
+                kept.append(0 if products.fp8.stores else weight.over_columns.data.nbytes)
+
+    run.trainer.on_first_gradients = measure
+    run.trainer.step()
+    run.close()
+    actions = run.engine.schedules.training(run.config.microbatches_per_step(mesh.dp.size))
+    predicted = predicted_memory(run.config, run.model.stages, actions, mesh)
+    padding = sum(b.size - sum(s.parameter.numel() for s in b.slots) for b in run.optimizer.buckets)
+    return run.optimizer.held_bytes() | {"fp8": sum(kept)}, predicted, padding
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("stored", [False, True])
+def test_weights_in_fp8_take_the_bytes_that_are_predicted(pool: ProcessPool, strategy: str, stored: bool) -> None:
+    fields = {"fp64": False, "bf16": True, "fp8_format": "hybrid", "fp8_param_gather": stored}
+    config = resolve(adapter_config("none", data_parallel_sharding_strategy=strategy, **fields), 2)
+    for held, predicted, padding in pool.run(_held, 2, config.to_dict(), layout=Layout(dp=2)):
+        assert held["fp8"] == predicted.fp8_weights
+        assert (held["fp8"] == 0) == (strategy == "optim_grads_params")
+        pairs = {
+            "parameters": predicted.parameters,
+            "gradients": predicted.main_gradients,
+            "main": predicted.main_parameters,
+            "moments": predicted.moments,
+        }
+        for kind, bytes_ in pairs.items():
+            assert bytes_ <= held[kind] <= bytes_ + 8 * padding, kind
 
 
 def test_a_model_that_no_memory_here_can_hold_is_refused_before_it_is_built() -> None:

@@ -33,7 +33,10 @@ SAMPLE = [
 
 def _network(variant: Variant, recipe: str, *, llama: bool = True, **precision: Any) -> RunConfig:
     fp8 = PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe, **precision)
-    return network(variant, llama=llama, tied=False, precision=fp8)
+    config = network(variant, llama=llama, tied=False, precision=fp8)
+    if variant.recompute == "selective":
+        config.training.recompute_modules = ["core_attn", "layernorm"]
+    return config
 
 
 def _worst(pool: ProcessPool, config: RunConfig, variant: Variant, tracer: Any = trace, steps: int = 3) -> float:
@@ -44,6 +47,14 @@ def _worst(pool: ProcessPool, config: RunConfig, variant: Variant, tracer: Any =
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layout_equals_one_process(pool: ProcessPool, recipe: str, variant: Variant) -> None:
     assert _worst(pool, _network(variant, recipe), variant) <= TOLERANCE
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_ranks_that_have_copies_of_a_key_and_value_equal_one_process(pool: ProcessPool, recipe: str) -> None:
+    variant = Variant(tp=2, sequence_parallel=True)
+    config = _network(variant, recipe)
+    config.model.num_query_groups = 1
+    assert _worst(pool, config, variant) <= TOLERANCE
 
 
 def test_a_delayed_scale_follows_the_largest_amax_of_all_ranks_in_its_history(pool: ProcessPool) -> None:
@@ -67,7 +78,7 @@ def test_adapters_beside_fp8_weights_equal_one_process(pool: ProcessPool, tmp_pa
 
 GATHERED = [
     Variant(tp=2, dp=2, sharding="optim"),
-    Variant(dp=2, sharding="optim_grads"),
+    Variant(dp=2, sharding="optim_grads", recompute="full"),
     Variant(pp=2, schedule="1f1b", dp=2, sharding="optim_grads_params"),
 ]
 
