@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalite.config.check_precision import FP8_BLOCKS
 from megalite.config.schema import ROTARY, RunConfig
 
 
@@ -95,8 +96,7 @@ class _Layer:
 
 def _inputs_in_eight_bits(config: RunConfig) -> bool:
     """Whether linear layers keep their inputs so: those whose scale is that of a whole tensor."""
-    precision = config.precision
-    return precision.fp8_format is not None and precision.fp8_recipe in ("delayed", "tensorwise")
+    return config.precision.fp8_format is not None and config.precision.fp8_recipe not in FP8_BLOCKS
 
 
 def _attention_weights(config: RunConfig) -> float:

@@ -100,6 +100,11 @@ class Bucket:
         self.grads = None if sharding.gradients else gradients
         self.held_grads = gradients if sharding.gradients else gradients[self.first : self.last]
 
+    @property
+    def in_eight_bits(self) -> bool:
+        """Whether its parameters are, which then have no meaning without their scales."""
+        return self.params.element_size() == 1
+
     def treatment_runs(self) -> Iterator[tuple[Treatment, int, int]]:
         """(treatment, start, stop) of the runs of equal treatment in the held range, counted from its beginning."""
         stops = [*(slot.start for slot in self.slots[1:]), self.size]  # padding goes with what is before it

@@ -38,7 +38,7 @@ class Gatherer:
 
     def _start(self, bucket: Bucket) -> None:
         whole, mine = bucket.params, bucket.held_params
-        if whole.element_size() == 1:  # communication libraries know no formats of eight bits
+        if bucket.in_eight_bits:  # communication libraries know no formats of eight bits
             whole, mine = whole.view(torch.uint8), mine.view(torch.uint8)
         self._pending[bucket] = self.transport.all_gather(whole, mine, bucket.group)
 
@@ -83,7 +83,7 @@ class WholeGatherer(Gatherer):
         """Every rank has filled the whole parameters; but of those in eight bits, which are rounded from main
         parameters, its part alone."""
         for bucket in self.buckets:
-            if bucket.params.element_size() == 1:
+            if bucket.in_eight_bits:
                 self._start(bucket)
         self.finish()
 

@@ -138,7 +138,7 @@ class Optimizer:
             if segment.in_eight_bits:
                 pieces |= {piece.name: piece for piece in segment.pieces(segment.main.detach())}
         for bucket in self.buckets:
-            if bucket.params.element_size() == 1:
+            if bucket.in_eight_bits:
                 continue
             if bucket.sharding.parameters:
                 pieces |= {piece.name: piece for piece in bucket.pieces(bucket.held_params)}

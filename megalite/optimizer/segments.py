@@ -50,8 +50,7 @@ class Segment:
 
     @property
     def in_eight_bits(self) -> bool:
-        """Whether the bucket's own parameters are, which then have no meaning without their scales."""
-        return self.parameters.element_size() == 1
+        return self.bucket.in_eight_bits
 
     @property
     def is_copy(self) -> bool:

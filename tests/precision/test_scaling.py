@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.config.check_precision import FP8_BLOCKS
 from megalite.precision.formats import E4M3, E5M2, FloatFormat, nearest, power_of_two
 from megalite.precision.scaling import (
     RECIPES,
@@ -184,3 +185,7 @@ def test_the_error_of_a_number_is_at_most_half_a_unit_in_its_last_place(dtype: t
             error = (found.dequantize() - exact).abs()
             assert found.dequantize().dtype == wide
             assert bool((error <= bound * (1 + 4 * torch.finfo(wide).eps)).all())
+
+
+def test_the_blocks_that_flags_are_checked_by_are_those_of_the_recipes() -> None:
+    assert {name: recipe.block[1] for name, recipe in RECIPES.items() if recipe.block} == FP8_BLOCKS
