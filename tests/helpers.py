@@ -196,6 +196,15 @@ def load_tool(script: Path) -> ModuleType:
     return module
 
 
+def memory_of(statement: str, setup: str) -> tuple[str, int]:
+    """What a statement prints in a fresh process, and by how many bytes it raises the peak of its memory."""
+    peak = "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss"
+    code = f"import resource\n{setup}\nstart = {peak}\n{statement}\nprint({peak} - start)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    *printed, raised = done.stdout.splitlines()
+    return "\n".join(printed), int(raised) * (1 if sys.platform == "darwin" else 1024)
+
+
 def call_script(script: Path, *words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """What comes of `python SCRIPT WORDS`, in a process forked from a server that has imported torch."""
     context = multiprocessing.get_context("forkserver")

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megalite.config.errors import UserError
 from megalite.config.schema import RunConfig
-from megalite.data.document_mask import SampleSource
+from megalite.data.document_mask import SampleFormat, SampleSource
 from megalite.data.gpt_dataset import Datasets, build_datasets
 from tests.data.token_files import (
     EOD,
@@ -73,6 +74,7 @@ def test_sets_have_megatron_cores_samples(
     ours = build(run_config(*path, split=split, **flags), sizes)
     for mine, other in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
         assert_same_samples(mine, other)
+    assert ours.train is not None and ("document_ids" in ours.train[0]) == bool(flags)
 
 
 def test_paths_per_split_give_megatron_cores_samples(corpora: tuple[str, str]) -> None:
@@ -231,3 +233,19 @@ def test_documents_without_eod_are_separate_where_the_index_ends_them(tmp_path: 
         assert np.flatnonzero(np.diff(item["document_ids"])).tolist() == (changes - 1).tolist()
         assert np.flatnonzero(item["position_ids"][1:] == 0).tolist() == (changes - 1).tolist()
         np.testing.assert_array_equal(item["loss_mask"], item["tokens"] == item["labels"])
+
+
+def test_masks_equal_megatron_cores() -> None:
+    theirs = pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    random = np.random.default_rng(1)
+    for _ in range(20):
+        tokens = random.integers(EOD - 4, EOD + 1, 30)
+        attention, loss, positions = theirs._get_ltor_masks_and_position_ids(
+            torch.from_numpy(tokens), EOD, True, True, True, True
+        )
+        item = SampleFormat(EOD, True, True, True).item(np.append(tokens, 0))
+        assert item["position_ids"].tolist() == positions.tolist()
+        assert item["loss_mask"].tolist() == loss.bool().tolist()
+        ids = item["document_ids"]
+        visible = (ids[:, None] == ids[None, :]) & np.tri(30, dtype=bool)
+        np.testing.assert_array_equal(visible, ~attention[0].numpy())
