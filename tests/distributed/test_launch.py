@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megalite.config.errors import FlagError
+from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import LayoutConfig
 from megalite.distributed import launch
 from megalite.distributed.launch import Environment, choose_device, read_environment
@@ -54,6 +55,27 @@ def test_one_process_needs_no_environment(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert choose_device("auto", read_environment()) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 must be below WORLD_SIZE=2"), ({"WORLD_SIZE": "2"}, "RANK is None")],
+)
+def test_an_environment_that_makes_no_sense_is_named(
+    environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", environment)
+    with pytest.raises(FlagError, match=words):
+        read_environment()
+
+
+def test_several_processes_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with (
+        pytest.raises(UserError, match="WORLD_SIZE=2 needs MASTER_ADDR and MASTER_PORT: start with torchrun"),
+        launch.start(LayoutConfig(), Environment(world_size=2), torch.device("cpu")),
+    ):
+        pass
 
 
 def test_torchruns_own_report_ends_with_our_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

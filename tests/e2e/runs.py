@@ -2,14 +2,16 @@
 
 Key idea: `Program` starts the real thing, with torchrun where there are several processes, and costs seconds, most of
 them for importing torch. `Forked` calls the same main function in fresh processes forked from a server that has
-imported torch, so hundreds of runs are affordable. `program` and `run` also wait for the end. Few tests need the real
-thing.
+imported torch, so hundreds of runs are affordable. `program` and `run` also wait for the end; `run` has a run of one
+process in the test's own. Few tests need the real thing.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -27,6 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +40,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megalite.config.errors import FlagError
+from megalite.distributed import launch
 from megalite.distributed.launch import Environment
 from megalite.training.prepare import prepare
 from tests.helpers import PRELOADED, redirect
@@ -47,45 +51,28 @@ FAULTY_SCRIPT = ROOT / "tests" / "e2e" / "faults.py"
 MARK = "MEGALITE_TEST_RUN"
 
 MOCK = "--mock-data "
-_COMMON = (
-    "--eval-iters 0 --log-interval 1 --device cpu --threads-per-rank 1 --lr 1e-3 --lr-decay-style constant "
-    "--train-iters 10 "
-)
-T0 = (
-    MOCK
-    + _COMMON
-    + "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 2 --global-batch-size 8 --clip-grad 1.0 --seed 1234 --hidden-dropout 0 --attention-dropout 0 "
-    "--tokenizer-type NullTokenizer --vocab-size 130 --make-vocab-size-divisible-by 1 "
-)
-"""A network of 130 ids and EOD, 131 in all: a prime, so padded vocabularies are always exercised."""
-
 MICRO_NETWORK = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
     "--tokenizer-type NullTokenizer --vocab-size 46 --make-vocab-size-divisible-by 1 "
 )
-MICRO_RUN = MOCK + _COMMON + "--micro-batch-size 2 --global-batch-size 4 --num-workers 0 "
-MICRO = MICRO_RUN + MICRO_NETWORK
-"""As small as a network gets, with dropout 0.1."""
-
-DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --attention-backend unfused "
-DOCUMENTS = "--eod-mask-loss --reset-position-ids --reset-attention-mask "
-LLAMA = (
-    "--normalization RMSNorm --position-embedding-type rope --swiglu --group-query-attention --num-query-groups 2 "
-    "--untie-embeddings-and-output-weights --disable-bias-linear "
+MICRO_RUN = (
+    f"{MOCK} --eval-iters 0 --log-interval 1 --device cpu --threads-per-rank 1 --lr 1e-3 --lr-decay-style constant "
+    "--train-iters 10 --micro-batch-size 2 --global-batch-size 4 --num-workers 0 "
 )
+MICRO = MICRO_RUN + MICRO_NETWORK
+"""As small as a network gets, with dropout 0.1; of 46 ids and EOD, a prime, so that it never divides."""
+
 TOLERANCE = 1e-10
 """Largest relative difference between layouts in float64."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`codes`: each process's exit code (torchrun's own, where it started them). `seconds`: from start to end."""
+    """`codes`: each process's exit code (torchrun's own, where it started them)."""
 
     codes: tuple[int, ...]
     out: str
     err: str
-    seconds: float
 
     @property
     def code(self) -> int:
@@ -94,7 +81,7 @@ class Outcome:
         return self.codes[0]
 
     def __str__(self) -> str:
-        return f"exit codes {self.codes} after {self.seconds:.1f} s\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+        return f"exit codes {self.codes}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
 class Started(ABC):
@@ -139,7 +126,6 @@ class Forked(Started):
         # As torchrun does: the launcher holds the store, on a port that the system chose.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if size > 1 else None
         self._folder = tempfile.TemporaryDirectory()
-        self.begin = time.monotonic()
         argv = [f"{self.script}.py", *shlex.split(self.flags)]
         method = multiprocessing.get_start_method()
         self._workers = []
@@ -166,7 +152,7 @@ class Forked(Started):
         out, err = ("".join(path.read_text() for path in paths if path.exists()) for paths in zip(*files, strict=True))
         self._folder.cleanup()
         codes = tuple(-1 if worker.exitcode is None else worker.exitcode for worker in self._workers)
-        outcome = Outcome(codes, out, err, time.monotonic() - self.begin)
+        outcome = Outcome(codes, out, err)
         assert not late, f"{len(late)} of {self.processes} processes did not end within {timeout:g} s\n{outcome}"
         return outcome
 
@@ -185,11 +171,31 @@ class Forked(Started):
 
 
 def run(flags: str, processes: int = 1, *, timeout: float = 100.0, check: bool = True, **how: Any) -> Outcome:
-    """Run the program in `processes` fresh processes, `Forked`. With `check` they must all exit with 0."""
-    outcome = Forked(flags, processes, **how).wait(timeout)
+    """Run the program in `processes` fresh processes, `Forked`; a single one without `how` but the script runs here.
+    With `check` they must all exit with 0."""
+    alone = processes == 1 and how.keys() <= {"script"}
+    outcome = _run_here(flags, **how) if alone else Forked(flags, processes, **how).wait(timeout)
     if check:
         assert outcome.code == 0, str(outcome)
     return outcome
+
+
+def _run_here(flags: str, script: str = "pretrain_gpt") -> Outcome:
+    """The main function in this process, which goes on: a fork and its end take as long as a short run."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(launch, _exit=leave, atexit=mock.Mock(), keep_freed_memory=mock.Mock()))
+        stack.enter_context(mock.patch.object(sys, "argv", [f"{script}.py", *shlex.split(flags)]))
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        ended = stack.enter_context(pytest.raises(SystemExit))
+        importlib.import_module(script).main()
+    assert isinstance(ended.value.code, int)
+    return Outcome((ended.value.code,), out.getvalue(), err.getvalue())
 
 
 def _worker_environment(rank: int, size: int, port: int) -> dict[str, str]:
@@ -246,7 +252,6 @@ class Program(Started):
 
     def __post_init__(self) -> None:
         self.mark = uuid.uuid4().hex
-        self.begin = time.monotonic()
         torchrun = self.processes > 1 if self.torchrun is None else self.torchrun
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.processes)] if torchrun else []
         script = [str(self.script)] if self.fault is None else [str(FAULTY_SCRIPT), self.fault]
@@ -270,13 +275,12 @@ class Program(Started):
         except subprocess.TimeoutExpired:
             late = True
             self.kill()
-        seconds = time.monotonic() - self.begin
         texts = []
         for file in self._files:
             file.seek(0)
             texts.append(file.read())
             file.close()
-        outcome = Outcome((self._process.returncode,), texts[0], texts[1], seconds)
+        outcome = Outcome((self._process.returncode,), *texts)
         assert not late, f"not ended within {timeout:g} s\n{outcome}"
         return outcome
 

@@ -83,21 +83,6 @@ def test_under_torchrun_a_flag_mistake_is_told_once() -> None:
     assert started.remaining(10) == []
 
 
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({"WORLD_SIZE": "2", "RANK": "0"}, ["WORLD_SIZE=2", "MASTER_ADDR", "torchrun"]),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
-        ({"WORLD_SIZE": "2"}, ["RANK"]),
-    ],
-)
-def test_an_environment_that_makes_no_sense_is_named(environment: dict[str, str], words: list[str]) -> None:
-    outcome = run(MICRO, environment=environment, check=False, timeout=WITHIN)
-    assert outcome.code != 0
-    assert outcome.err.count("error:") == 1 and all(word in outcome.err for word in words)
-    assert "Traceback" not in outcome.err
-
-
 # ------------------------------------------------------------------------------------------------- one rank's failure
 
 
@@ -125,7 +110,6 @@ def test_under_torchrun_the_failure_of_one_rank_ends_all(fault: str, message: st
 @pytest.mark.parametrize(
     ("flags", "failing", "fault"),
     [
-        pytest.param("", 1, "forward:1:3", id="forward"),
         pytest.param("--num-workers 1", 1, "data:1:3", id="data"),
         pytest.param("--tensor-model-parallel-size 2", 1, "forward:1:3", id="TP 2"),
         pytest.param("--pipeline-model-parallel-size 2", 0, "backward:0:3", id="first stage, whose messages end"),

@@ -35,11 +35,22 @@ def test_a_run_owns_just_the_folders_that_it_writes(tmp_path: Path) -> None:
             assert check_sinks(config) == []
 
 
-@pytest.mark.parametrize("flag", ["--save", "--save-adapter", "--save-best-adapter"])
-def test_a_folder_that_cannot_be_made_is_found_before_the_run(flag: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flag", "section"),
+    [
+        ("--save", "checkpoint"),
+        ("--save-adapter", "peft"),
+        ("--save-best-adapter", "peft"),
+        ("--tensorboard-dir", "logging"),
+        ("--timeline", "logging"),
+        ("--metrics-file", "logging"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_found_before_the_run(flag: str, section: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    config, name = RunConfig(), flag[2:].replace("-", "_")
-    setattr(config.checkpoint if name == "save" else config.peft, name, str(tmp_path / "file" / "under"))
+    config = RunConfig()
+    place = "under/m.jsonl" if flag == "--metrics-file" else "under"
+    setattr(getattr(config, section), flag[2:].replace("-", "_"), f"{tmp_path}/file/{place}")
     (problem,) = check_sinks(config)
     assert problem.startswith(f"{flag}: {tmp_path}/file/under can't be made")
 

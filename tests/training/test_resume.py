@@ -85,6 +85,7 @@ def test_data_that_was_made_anew_is_told_on_resuming(tmp_path: Path, capsys: pyt
         ({"swiglu": False, "qk_layernorm": False}, None),
         ({"ffn_hidden_size": 128}, "the checkpoint has --ffn-hidden-size 96"),
         ({"vocab_size": 300}, "another tokenizer or --vocab-size"),
+        ({"num_query_groups": 4}, "the checkpoint has --num-query-groups 2"),  # as many elements, cut otherwise
     ],
 )
 def test_the_cause_of_other_shapes_is_named_only_where_it_is_known(
