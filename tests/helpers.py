@@ -139,24 +139,6 @@ def assemble(parts: Iterable[tuple[int, ParamSpec, Tensor]]) -> Tensor:
     return whole
 
 
-def assemble_gradients(parts: Iterable[tuple[int, ParamSpec, Tensor]]) -> Tensor:
-    """As `assemble`, for gradients: the parts of a box with `sum_over` are summed over its ranks first."""
-    by_rank = {rank: (spec, local.clone()) for rank, spec, local in parts}
-    result = []
-    for rank, (spec, local) in by_rank.items():
-        summed = local.clone()
-        for box in spec.boxes:
-            if box.owner == rank and box.sum_over:
-                summed[box.local_slices] = sum(
-                    other_local[other.local_slices]
-                    for other_spec, other_local in (by_rank[r] for r in box.sum_over)
-                    for other in other_spec.boxes
-                    if other.global_start == box.global_start
-                )
-        result.append((rank, spec, summed))
-    return assemble(result)
-
-
 NamedTensor = tuple[str, Tensor, ParamSpec]
 """(key, local tensor, spec)"""
 

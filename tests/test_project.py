@@ -15,6 +15,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tests.helpers import call_script
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [
     *sorted(ROOT.glob("tools/*.py")),
@@ -88,7 +90,7 @@ def test_importing_config_loads_neither_torch_nor_numpy() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_help_of_each_script_exits_0(script: Path) -> None:
-    done = run_python(str(script), "--help")
+    done = call_script(script, "--help")
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout.lower()
 

@@ -1,4 +1,4 @@
-"""The batch size as stages agrees with Megatron-LM's formulas."""
+"""The batch size as stages; a ramp-up against Megatron's: `tests/optimizer/test_schedule.py`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,6 @@ import pytest
 
 from megalite.config.batches import batch_size_at, batch_size_stages
 from megalite.config.schema import TrainingConfig
-
-
-def megatron_rampup(start: int, increment: int, samples: int, last: int, consumed: int) -> int:
-    """The ramp-up as Megatron-LM computes it, step by step."""
-    if consumed > samples:
-        return last
-    per_increment = samples / ((last - start) // increment)
-    return min(start + int(consumed / per_increment) * increment, last)
-
-
-@pytest.mark.parametrize("start, increment, samples, last", [(2, 2, 100, 8), (16, 8, 1000, 64), (4, 4, 7, 12)])
-def test_a_ramp_up_is_megatrons_at_every_sample(start: int, increment: int, samples: int, last: int) -> None:
-    training = TrainingConfig(global_batch_size=last, rampup_batch_size=[start, increment, samples])
-    stages = batch_size_stages(training, None)
-    for consumed in range(2 * samples):
-        assert batch_size_at(stages, consumed) == megatron_rampup(start, increment, samples, last, consumed), consumed
 
 
 @pytest.mark.parametrize("rampup", [None, [8, 8, 100], [2, 2, 0]], ids=["none", "from the end", "over no samples"])

@@ -6,7 +6,6 @@ commas between. The program itself has no test mode; a fault replaces one of its
 
 from __future__ import annotations
 
-import errno
 import importlib
 import json
 import os
@@ -143,18 +142,6 @@ def _save(iteration: int) -> None:
     _replace(checkpoint, "owned_chunks", failing)
 
 
-def _full_disk(iteration: int) -> None:
-    """This rank can't open its file of the checkpoint of this iteration."""
-    import megalite.checkpoint.shards as shards
-
-    def failing(path: Any, mode: str) -> Any:
-        if f"{iteration:07d}" in str(path) and "w" in mode:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return open(path, mode)
-
-    shards.open = failing  # type: ignore[attr-defined]
-
-
 def _measure(interval: int) -> None:
     """No fault: prints what the process uses each `interval` steps."""
     from megalite.training.trainer import Trainer
@@ -193,7 +180,6 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "rendezvous": _rendezvous,
     "data": _data,
     "save": _save,
-    "full-disk": _full_disk,
     "nan-gradient": _value(float("nan"), "gradient"),
     "inf-gradient": _value(float("inf"), "gradient"),
     "nan-loss": _value(float("nan"), "loss"),

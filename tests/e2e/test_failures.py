@@ -12,7 +12,6 @@ from tests.e2e.runs import (
     MICRO,
     Outcome,
     Program,
-    checkpoint,
     newest,
     refusal,
     run,
@@ -163,20 +162,6 @@ def test_a_rank_that_fails_in_a_save_leaves_the_checkpoint_before(tmp_path: Path
     assert newest(tmp_path) == 4
     assert [iteration for iteration, *_ in written(tmp_path / "m.jsonl")] == [str(k) for k in range(1, 5)]
     assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_a_full_disk_on_one_rank_is_one_message_and_nothing_half_written(tmp_path: Path) -> None:
-    flags = f"{MICRO} --save {tmp_path} --save-interval 2"
-    outcome = run(flags, 2, fault="full-disk:1:4", timeout=WITHIN, check=False)
-    assert outcome.codes == (1, 1)
-    assert outcome.err.count("No space left on device") == 1 and "Traceback" not in outcome.err
-    assert "iter_0000004" in outcome.err and "rank 1" in outcome.err
-    assert newest(tmp_path) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "huggingface",
-        checkpoint(tmp_path, 2).name,
-        "latest_checkpointed_iteration.txt",
-    ]
 
 
 # ------------------------------------------------------------------------------------------------------------- launch

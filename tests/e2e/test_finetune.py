@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +36,6 @@ from tests.e2e.runs import (
     written,
 )
 from tests.models import hf_models
-from tools.lib.stdlib_corpus import stdlib_folder
 
 ROWS = 431  # of the model's vocabulary: a prime, and more than the tokenizer has ids
 COMMON = (
@@ -213,39 +209,6 @@ def test_a_classifier_learns_and_is_judged_alike_in_every_layout(base: Path, lab
         (found,) = evaluations(tmp_path / f"{name}.jsonl")
         assert found["accuracy"] == judged["one"]["accuracy"], name
         assert abs(found["lm_loss"] - judged["one"]["lm_loss"]) <= TOLERANCE * judged["one"]["lm_loss"], name
-
-
-def real_lines() -> list[dict[str, str]]:
-    """Lines of the standard library's modules: of their documentation, or of their code."""
-    chosen = []
-    for name in ("argparse", "tarfile", "subprocess", "smtplib", "inspect", "configparser", "shutil", "typing"):
-        source = Path(stdlib_folder(), f"{name}.py").read_text("utf-8")
-        tree = ast.parse(source)
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        documents = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
-        prose = {line.strip() for text in documents for line in text.splitlines()}
-        code = {line.strip() for line in source.splitlines()} - prose
-        for label, lines in (("prose", prose), ("code", code)):
-            long = sorted(line for line in lines if 25 < len(line) < 70 and not line.startswith("#"))
-            chosen += [{"text": line, "label": label} for line in long[:120]]
-    return sorted(chosen, key=lambda line: hashlib.sha256(line["text"].encode()).digest())
-
-
-@pytest.mark.slow
-def test_a_classifier_tells_real_text_apart_far_better_than_by_the_larger_class(base: Path, tmp_path: Path) -> None:
-    lines = real_lines()
-    train, valid = lines[:-300], lines[-300:]
-    share = max(Counter(line["label"] for line in valid).values()) / len(valid)
-    data = [write_lines(tmp_path / f"{name}.jsonl", part) for name, part in (("train", train), ("valid", valid))]
-    tune(
-        f"--load-hf {base} --task classification --sft-data {data[0]} --sft-valid-data {data[1]} --train-iters 100 "
-        f"--micro-batch-size 16 --global-batch-size 16 --lr 3e-3 --hidden-dropout 0 --attention-dropout 0 "
-        f"--eval-iters 20 --metrics-file {tmp_path}/metrics.jsonl"
-    )
-    (judged,) = evaluations(tmp_path / "metrics.jsonl")
-    print(f"{len(train)} lines, accuracy {judged['accuracy']:.3f}, larger class {share:.3f}")
-    assert share < 0.65
-    assert judged["accuracy"] > share + 0.15
 
 
 def test_a_classifiers_adapter_merges_into_a_model_that_is_judged_alike(

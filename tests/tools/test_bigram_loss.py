@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +11,7 @@ import pytest
 
 from megalite.config.errors import UserError
 from tests.data.token_files import write_tokens
+from tests.helpers import call_script
 from tools import bigram_loss as tool
 from tools.bigram_loss import bigram_loss
 
@@ -57,6 +56,5 @@ def test_ids_outside_the_vocabulary_and_too_few_tokens_are_refused(tmp_path: Pat
 
 def test_the_command_prints_the_loss(tmp_path: Path) -> None:
     train, valid = write_tokens(tmp_path / "t", [[0, 1] * 9]), write_tokens(tmp_path / "v", [[0, 1, 0]])
-    command = [sys.executable, str(tool.__file__), "--train", train, "--valid", valid, "--vocab-size", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = call_script(Path(tool.__file__), "--train", train, "--valid", valid, "--vocab-size", 2)
     assert done.stdout == f"bigram loss: {bigram_loss(train, valid, 2):.6f} nats per token\n"

@@ -114,25 +114,3 @@ def test_bad_flags_are_named(tool: ModuleType, arguments: list[str], message: st
 def test_a_folder_without_checkpoints_is_named(tool: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"--load {tmp_path}/none holds no checkpoint"):
         tool.main(["megalite-to-hf", "--load", str(tmp_path / "none"), "--hf", str(tmp_path / "hf")])
-
-
-@pytest.mark.parametrize(
-    ("command", "flags"),
-    {
-        "hf-to-megalite": "--hf --save --no-compare",
-        "megalite-to-hf": "--load --ckpt-step --hf --no-compare",
-        "reshard": "--load --ckpt-step --save --files",
-        "inspect": "--load --ckpt-step --json",
-        "to-torch": "--load --ckpt-step --out --optimizer",
-    }.items(),
-)
-def test_each_command_shows_its_flags(
-    tool: ModuleType, capsys: pytest.CaptureFixture[str], command: str, flags: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        tool.main([command, "--help"])
-    assert ended.value.code == 0
-    out = capsys.readouterr().out
-    assert all(f"  {flag}" in out for flag in flags.split())
-    assert tool.main([]) == 0
-    assert f"  {command} " in capsys.readouterr().out

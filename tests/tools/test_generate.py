@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.errors import FlagError, UserError
+from megalite.config.errors import FlagError
 from megalite.config.schema import TokenizerConfig
 from megalite.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from tests.data.corpora import sentencepiece_model
@@ -126,12 +126,6 @@ def test_a_terminal_sees_the_same_piece_by_piece(
     assert len([text for text in writes if text]) > 4
 
 
-def test_the_seed_decides(tool: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = words(run, "--prompt", "The", *SAMPLED)
-    one, same, other = (as_json(tool, capsys, *flags, "--seed", seed)[0]["tokens"] for seed in ("1", "1", "2"))
-    assert one == same != other
-
-
 def test_a_prompt_can_come_from_a_file_in_its_place_among_the_others(
     tool: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,17 +173,6 @@ def test_a_server_without_its_packages_says_how_to_install_them(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FlagError, match=r"--serve needs pydantic, starlette, uvicorn: pip install -e '\.\[serve\]'"):
         tool.main(words(run, "--serve", "0"))
-
-
-def test_a_missing_checkpoint_is_named(tool: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"--load {tmp_path}"):
-        tool.main(["--load", str(tmp_path), "--prompt", "a"])
-
-
-def test_too_many_tokens_for_learned_positions_are_refused(tool: ModuleType, tmp_path: Path) -> None:
-    save_tiny(tmp_path, max_position_embeddings=16)
-    with pytest.raises(UserError, match=r"16 learned positions.*--max-new-tokens 13 or less"):
-        tool.main(["--load", str(tmp_path), "--threads-per-rank", "1", "--prompt", "1 2 3", "--max-new-tokens", "14"])
 
 
 @pytest.fixture(scope="module")

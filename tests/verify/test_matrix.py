@@ -94,7 +94,3 @@ def test_layout_equals_one_process(pool: ProcessPool, truths: dict[str, Trace], 
 @pytest.mark.parametrize("case", FULL, ids=_name)
 def test_every_layout_equals_one_process(pool: ProcessPool, truths: dict[str, Trace], case: Case) -> None:
     _check(pool, truths, case, 10)
-
-
-def test_the_full_matrix_is_large() -> None:
-    assert len(FULL) >= 150

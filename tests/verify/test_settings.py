@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.verify.networks import network
 
 TOLERANCE = 1e-10
 PP2 = Variant(pp=2, schedule="1f1b")
+TP4 = Variant(tp=4)
 VPP2 = Variant(pp=2, chunks=2, schedule="interleaved")
 
 
@@ -40,26 +42,46 @@ def _chunks_without_layers(config: RunConfig) -> None:
     config.layout.account_for_embedding_in_pipeline_split = config.layout.account_for_loss_in_pipeline_split = True
 
 
+def _network(**fields: Any) -> Callable[[RunConfig], None]:
+    def change(config: RunConfig) -> None:
+        for name, value in fields.items():
+            setattr(config.model, name, value)
+
+    return change
+
+
+BIASES = {"add_qkv_bias": True, "add_proj_bias": True}
+LONGROPE = {
+    "position_embedding_type": "longrope",
+    "rope_original_max_position_embeddings": 8,
+    "longrope_short_factor": [1.0, 1.1, 1.5, 2.0],
+    "longrope_long_factor": [1.5, 2.0, 3.5, 8.0],
+}
+
+
 def _sgd(config: RunConfig) -> None:
     config.optimizer.optimizer, config.optimizer.clip_grad = "sgd", 0.5
     config.model.label_smoothing, config.learning_rate.decoupled_lr = 0.1, 1e-2
 
 
 @pytest.mark.parametrize(
-    ("variant", "change"),
+    ("variant", "llama", "change"),
     [
-        pytest.param(PP2, _five_layers(first=2), id="2 layers first"),
-        pytest.param(PP2, _five_layers(last=0), id="output alone on the last stage"),
-        pytest.param(PP2, _output_counts_as_a_layer, id="the output counts as a layer"),
-        pytest.param(Variant(pp=3, schedule="1f1b"), _middle_stage_alone, id="a stage of no layer"),
-        pytest.param(VPP2, _chunks_without_layers, id="chunks of no layer"),
-        pytest.param(Variant(tp=2, dp=2), _sgd, id="SGD, label smoothing, a rate of its own for the embedding"),
+        pytest.param(PP2, False, _five_layers(first=2), id="2 layers first"),
+        pytest.param(PP2, False, _five_layers(last=0), id="output alone on the last stage"),
+        pytest.param(PP2, False, _output_counts_as_a_layer, id="the output counts as a layer"),
+        pytest.param(Variant(pp=3, schedule="1f1b"), False, _middle_stage_alone, id="a stage of no layer"),
+        pytest.param(VPP2, False, _chunks_without_layers, id="chunks of no layer"),
+        pytest.param(Variant(tp=2, dp=2), False, _sgd, id="SGD, label smoothing, a rate of its own for the embedding"),
+        pytest.param(TP4, True, _network(num_query_groups=1, add_bias_linear=True, add_qkv_bias=True), id="one group"),
+        pytest.param(TP4, True, _network(qk_layernorm=False, **BIASES, **LONGROPE), id="attention's biases, longrope"),
+        pytest.param(Variant(tp=2), False, _network(squared_relu=True, hidden_dropout=0.1), id="squared ReLU"),
     ],
 )
 def test_a_layout_with_other_settings_equals_one_process(
-    pool: ProcessPool, variant: Variant, change: Callable[[RunConfig], None]
+    pool: ProcessPool, variant: Variant, llama: bool, change: Callable[[RunConfig], None]
 ) -> None:
-    config = variant.apply(network(variant))
+    config = variant.apply(network(variant, llama=llama))
     change(config)
     difference = Prover(pool, steps=3).prove(config, variant.processes)
     assert difference.worst <= TOLERANCE, difference
