@@ -104,7 +104,6 @@ def test_bits_survive_a_chain_of_layouts(chain: list[Layout], pool: ProcessPool,
         checkpoint = logical.found(tmp_path / str(i))
         assert checkpoint.note == ""
         source = checkpoint.path
-    assert source is not None
     logical.assert_true(logical.load(ONE, source))
 
 

@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from megalite.checkpoint.inspection import describe_checkpoint, network_line, report_lines
-from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint
+from megalite.checkpoint.storage import CheckpointDirectory
 from megalite.config.schema import PrecisionConfig
 from tests.checkpoint import logical
 from tests.checkpoint.test_rewrite import saved
@@ -44,9 +44,7 @@ def test_every_parameter_is_told_and_no_tensor_read(tmp_path: Path) -> None:
 
 def test_people_read_each_parameter_in_the_order_of_the_layers(tmp_path: Path) -> None:
     save_tiny(tmp_path, precision=PrecisionConfig(bf16=True), num_layers=11)
-    source = find_checkpoint(tmp_path)
-    assert source is not None
-    lines = list(report_lines(describe_checkpoint(source)))
+    lines = list(report_lines(describe_checkpoint(logical.found(tmp_path))))
     text = "\n".join(lines)
     for expected in (
         "iteration 10: 0 samples, 0 tokens consumed",

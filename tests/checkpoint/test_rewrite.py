@@ -17,10 +17,11 @@ from megalite.checkpoint import rewrite, storage
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.metadata import read_index
 from megalite.checkpoint.rewrite import reshard, write_single_file
-from megalite.checkpoint.storage import CheckpointDirectory, find_checkpoint
+from megalite.checkpoint.storage import CheckpointDirectory
 from megalite.config.errors import FlagError, UserError
 from megalite.distributed.layout import Layout
 from tests.checkpoint import logical
+from tests.checkpoint.logical import found
 
 WIDE = Layout(tp=4, pp=2)
 
@@ -32,12 +33,6 @@ def saved(root: Path, layout: Layout = WIDE) -> CheckpointDirectory:
     storage.write_documents(folder, storage.documents(logical.config(), {"training": {"iteration": 7}}))
     (root / storage.TRACKER).write_text("7")
     return found(root)
-
-
-def found(root: Path) -> CheckpointDirectory:
-    checkpoint = find_checkpoint(root)
-    assert checkpoint is not None
-    return checkpoint
 
 
 def damage(source: CheckpointDirectory) -> Path:

@@ -12,7 +12,7 @@ import torch
 
 from megalite.checkpoint.checkpoint import load_checkpoint
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.storage import TRACKER, find_checkpoint
+from megalite.checkpoint.storage import TRACKER
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.param_spec import ParamSpec, Place, cut
@@ -85,10 +85,9 @@ def test_a_full_disk_fails_the_save_and_leaves_all_as_it_was(limit: int, tmp_pat
     with file_size_limit(limit), pytest.raises(CheckpointError, match="iter_0000002.*not saved.*File too large"):
         logical.save(ONE, root, 2)
     assert sorted(path.name for path in root.iterdir()) == before
-    found = find_checkpoint(root)
-    assert found is not None
-    assert (found.iteration, found.note) == (1, "")
-    logical.assert_true(logical.load(ONE, found.path))
+    before_it = logical.found(root)
+    assert (before_it.iteration, before_it.note) == (1, "")
+    logical.assert_true(logical.load(ONE, before_it.path))
     logical.save(ONE, root, 2)
 
 

@@ -219,28 +219,10 @@ def test_a_template_can_not_reach_beyond_its_sandbox(tmp_path: Path, attack: str
         chat.template.render([SYSTEM])
 
 
-def test_tools_and_tool_calls_reach_the_template(tmp_path: Path) -> None:
-    template = (
-        "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}:"
-        "{{ message.content or '' }}{% for call in message.tool_calls %}{{ call | tojson }}{% endfor %}<|im_end|>"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-    )
-    chat = chat_of(chat_tokenizer(tmp_path, template))
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "text": "é<"}]},
-        {"role": "tool", "content": "7"},
-        {"role": "assistant", "content": "It's 7."},
-    ]
-    segments = chat.template.segments(messages, tools=[{"name": "f"}])
-    assert [segment.text for segment in segments if segment.counted] == [
-        '{"name": "f", "text": "é<"}<|im_end|>',
-        "It's 7.<|im_end|>",
-    ]
-    assert segments[0].text.startswith('[{"name": "f"}]')
-    built_in = chat_of(tmp_path, "chatml")
+def test_the_built_in_template_refuses_tool_calls(tmp_path: Path) -> None:
+    messages: list[dict[str, Any]] = [CONVERSATION[1], {"role": "assistant", "tool_calls": [{"name": "f"}]}]
     with pytest.raises(UserError, match="doesn't support tool_calls"):
-        built_in.template.segments(messages)
+        chat_of(chat_tokenizer(tmp_path, None), "chatml").template.segments(messages)
 
 
 @pytest.mark.parametrize("text_ends", [True, False], ids=["every turn is closed", "calls alone are"])

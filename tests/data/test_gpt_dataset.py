@@ -91,7 +91,6 @@ def test_paths_per_split_give_megatron_cores_samples(corpora: tuple[str, str]) -
 def test_a_tiny_corpus_is_repeated_as_in_megatron_core(tmp_path: Path, tokens: int) -> None:
     prefix = write_tokens(tmp_path / "a", [np.arange(tokens) % EOD])
     ours = build(run_config(prefix, split="1,0,0"), (100, 0, 0))
-    assert ours.train is not None
     assert len(ours.train) >= 100
     text = np.concatenate([ours.train[0]["tokens"], ours.train[0]["labels"][-1:]])
     start = text[0]
@@ -104,7 +103,6 @@ def test_a_tiny_corpus_is_repeated_as_in_megatron_core(tmp_path: Path, tokens: i
 @pytest.mark.parametrize("mmap", [True, False])
 def test_every_item_has_one_shape_and_labels_are_the_next_tokens(corpora: tuple[str, str], mmap: bool) -> None:
     dataset = build(run_config(corpora[1], split="100,0,0", mmap_bin_files=mmap, **FLAGS), (320, 0, 0)).train
-    assert dataset is not None
     assert len(dataset) * SEQ_LENGTH > 1.5 * dataset.tokens_per_epoch  # type: ignore[attr-defined]
     shapes = set()
     for place in range(len(dataset)):
@@ -147,7 +145,6 @@ def test_full_validation_is_the_whole_split_once(corpora: tuple[str, str]) -> No
     config = run_config("1", corpora[0], "9", corpora[1], split="50,25,25")
     config.validation.full_validation = True
     sets = build(config, (10, 3, 3))
-    assert sets.valid is not None
     assert sets.test is not None
     by_split = [summary for summary in sets.summaries if summary.split == "valid"]
     assert len(sets.valid) == sum(summary.samples_per_epoch for summary in by_split) > 0
@@ -180,7 +177,6 @@ def test_what_is_no_id_of_the_vocabulary_is_found_before_training(
 def test_an_id_outside_the_vocabulary_is_found_when_read(tmp_path: Path) -> None:
     documents = [np.zeros(70000, dtype=np.int64), np.full(64, VOCABULARY)]
     dataset = build(run_config(write_tokens(tmp_path / "a", documents), split="1,0,0")).train
-    assert dataset is not None
     with pytest.raises(UserError, match="a.bin holds token id 131"):
         [dataset[place] for place in range(len(dataset))]
 
@@ -207,7 +203,6 @@ def test_the_cache_lies_beside_the_data_or_where_it_is_asked_for(tmp_path: Path)
 
 def test_more_samples_than_unweighted_prefixes_hold_are_noted(corpora: tuple[str, str]) -> None:
     sets = build(run_config(*corpora, split="1,0,0"), (10**5, 0, 0))
-    assert sets.train is not None
     assert len(sets.train) < 10**5
     assert "repeats them" in sets.notes[0]
 
@@ -215,7 +210,6 @@ def test_more_samples_than_unweighted_prefixes_hold_are_noted(corpora: tuple[str
 def test_mock_data_needs_no_files() -> None:
     sets = build(run_config(mock_data=True))
     assert [0 if each is None else len(each) for each in (sets.train, sets.valid, sets.test)] == list(SIZES)
-    assert sets.train is not None
     assert sets.train[0]["tokens"].shape == (SEQ_LENGTH,)
     assert build(run_config(mock_data=True), (5, 0, 0)).valid is None
 
@@ -226,7 +220,6 @@ def test_documents_without_eod_are_separate_where_the_index_ends_them(tmp_path: 
     prefix = write_tokens(tmp_path / "a", documents)
     config = run_config(prefix, seq_length=16, split="1,0,0", **FLAGS)
     train = build_datasets(config, EOD, VOCABULARY, (6, 0, 0)).train
-    assert train is not None
     for index in range(6):
         item = train[index]
         changes = np.flatnonzero(np.diff(item["tokens"])) + 1

@@ -100,7 +100,6 @@ def test_modes_of_a_multimodal_index_are_kept_as_megatron_core_keeps_them(tmp_pa
     theirs.finalize(f"{tmp_path}/theirs.idx")
     assert pair(tmp_path / "ours") == pair(tmp_path / "theirs")
     modes = IndexedDataset(str(tmp_path / "ours")).sequence_modes
-    assert modes is not None
     assert modes.tolist() == [0, 1, 1]
 
 

@@ -29,7 +29,6 @@ def test_ranges_of_documents_equal_megatron_cores(split: str, documents: int) ->
 def test_data_args_path_holds_what_data_path_would(tmp_path: Path) -> None:
     (tmp_path / "args").write_text("30 p\n70 q\n")
     source = split_sources(DataConfig(data_args_path=str(tmp_path / "args")))[0]
-    assert source is not None
     assert source.blend.prefixes == ("p", "q")
     with pytest.raises(UserError, match="no such file"):
         split_sources(DataConfig(data_args_path=str(tmp_path / "none")))

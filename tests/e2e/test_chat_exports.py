@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megalite.checkpoint.huggingface.export import megalite_to_huggingface
-from megalite.checkpoint.storage import find_checkpoint
 from megalite.data.chat_template import load_chat
 from megalite.data.tokenizers import HuggingFaceTokenizer
 from megalite.peft.merge import merge_adapter
+from tests.checkpoint.logical import found as found_in
 from tests.data.chat_files import CHATML_TEMPLATE, GENERATION_TEMPLATE, SPECIAL, chat_tokenizer, write_lines
 from tests.e2e.runs import ROOT, run
 from tests.helpers import load_tool
@@ -121,9 +121,7 @@ def test_a_tuned_model_answers_and_stops_in_transformers_as_here(
     flags += "" if given is None else f"--chat-template {given} "
     run(f"{flags} {FULL} --save {full}", script="finetune")
     run(f"{flags} {LORA} --save-adapter {adapter}", script="finetune")
-    checkpoint = find_checkpoint(full)
-    assert checkpoint is not None
-    megalite_to_huggingface(checkpoint, exported)
+    megalite_to_huggingface(found_in(full), exported)
     merge_adapter(base, adapter, merged)
     tokenizer = HuggingFaceTokenizer(str(base))
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalite.checkpoint.huggingface.export import megalite_to_huggingface
-from megalite.checkpoint.storage import find_checkpoint
 from megalite.config.fields import section_names
 from megalite.data.packing import TokenSequences
 from megalite.data.sft import SftOptions, SftReader
@@ -21,6 +20,7 @@ from megalite.distributed.launch import Environment
 from megalite.peft.merge import merge_adapter
 from megalite.training.prepare import prepare
 from tests.checkpoint.huggingface import folders
+from tests.checkpoint.logical import found as found_in
 from tests.data.chat_files import chat_tokenizer, pairs, write_lines
 from tests.e2e import runs
 from tests.e2e.runs import (
@@ -200,9 +200,7 @@ def test_a_classifier_learns_and_is_judged_alike_in_every_layout(base: Path, lab
     assert json.loads((folder / "config.json").read_text())["finetune"]["class_names"] == ["0", "1"]
     names = f"{data} {tmp_path / 'other'} --load {tmp_path / 'one'} --class-names 1 0"
     assert "was trained with --class-names 0 1" in tune(names, check=False).err
-    trained = find_checkpoint(tmp_path / "one")
-    assert trained is not None
-    megalite_to_huggingface(trained, tmp_path / "hf")
+    megalite_to_huggingface(found_in(tmp_path / "one"), tmp_path / "hf")
     sets = f"--load-hf {tmp_path / 'hf'} --task classification --sft-data {labels} --sft-valid-share 0.3 --skip-train"
     for name, flags, processes in (("again", "", 1), ("cut", SEQUENCE_AND_PIPELINE, 4), ("lora", "--peft lora", 1)):
         tune(f"{sets} {flags} --metrics-file {tmp_path / name}.jsonl", processes)

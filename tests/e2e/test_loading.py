@@ -60,15 +60,6 @@ def load(source: Path, target: Path, flags: str) -> Path:
     return target / "m.jsonl"
 
 
-def test_a_half_precision_checkpoint_holds_float32_optimizer_state(bf16_source: Path) -> None:
-    dtypes: dict[str, set[torch.dtype]] = {}
-    for name, tensor in checkpoint_tensors(checkpoint(bf16_source, SOURCE_STEPS)).items():
-        kind = name.split(".")[1] if name.startswith("optimizer.") else "model"
-        dtypes.setdefault(kind, set()).add(tensor.dtype)
-    wide = {torch.float32}
-    assert dtypes == {"model": {torch.bfloat16}, "main": wide, "exp_avg": wide, "exp_avg_sq": wide}
-
-
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 65536"])
 def test_finetune_at_learning_rate_zero_leaves_the_loaded_weights(
     precision: str, bf16_source: Path, tmp_path: Path

@@ -93,7 +93,6 @@ def _on_a_rank(mesh: Mesh, padded: int, smoothing: float) -> tuple[Tensor, Tenso
         label_smoothing=smoothing,
     )
     loss.backward(cotangent)
-    assert mine.grad is not None
     return loss.detach(), mine.grad
 
 
@@ -130,7 +129,6 @@ def _with_impossible_columns(mesh: Mesh, first: int, smoothing: float) -> tuple[
         label_smoothing=smoothing,
     )
     loss.sum().backward()
-    assert columns.grad is not None
     if mesh.tp.size == 1:
         whole = logits.clone().requires_grad_()
         assert torch.allclose(loss, theirs(whole, targets, smoothing), rtol=1e-12)

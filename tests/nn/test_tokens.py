@@ -45,7 +45,6 @@ def test_a_query_sees_virtual_tokens_and_its_document_from_the_window_up_to_itse
 def test_virtual_tokens_in_the_sequence_or_before_its_keys_see_and_are_seen_alike() -> None:
     tokens = Tokens.whole(torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1]]), DOCUMENTS)
     before, inside = (VirtualTokens(3, in_sequence=among).before(tokens) for among in (False, True))
-    assert before.keys is not None
     assert (inside.keys, before.queries) == (None, tokens.queries)
     mask = visibility(inside.queries, inside.queries, 1)
     assert torch.equal(mask[:, :, 3:], visibility(before.queries, before.keys, 1))
@@ -61,7 +60,6 @@ def test_virtual_tokens_in_the_sequence_or_before_its_keys_see_and_are_seen_alik
             begins=False,
         )
     )
-    assert later.keys is not None
     assert torch.equal(visibility(later.queries, later.keys, 1), mask[:, :, -1:])
 
 

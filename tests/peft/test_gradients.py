@@ -34,7 +34,6 @@ def _ours(base: Path, adapter: Path, tokens: Tensor, labels: Tensor, *, sinks: b
     gradients: dict[str, Tensor] = {}
     for name, parameter in trained.items():
         gradient = parameter.gradient_sink.target() if sinks else parameter.grad  # type: ignore[attr-defined]
-        assert gradient is not None
         assert sinks == (parameter.grad is None)
         gradients[name] = gradient
     return gradients
@@ -63,7 +62,6 @@ def _theirs(base: Path, adapter: Path, tokens: Tensor, labels: Tensor) -> dict[s
             words = name.split(".")  # ... layers.1.self_attn.q_proj.lora_A.default.weight
             matrix = next(word for word in words if word in ("lora_A", "lora_B"))
             layer, part = int(words[words.index("layers") + 1]), words[words.index(matrix) - 1]
-            assert parameter.grad is not None
             gradients[lora_name(layer, part, matrix[-1].lower())] = parameter.grad
     return gradients
 

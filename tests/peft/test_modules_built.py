@@ -99,8 +99,6 @@ def test_a_prompt_starts_from_the_embeddings_of_its_text() -> None:
     plan.apply([model], mesh=mesh, precision=FP64, seed=1)
     pieces = [whole(*entry) for entry in named_specs(model)]
     plan.fill([model], pieces, prompt_tokens=[7, 130])
-    assert model.embedding is not None
-    assert model.embedding.prompt is not None
     table = model.embedding.word_embeddings.weight
     assert torch.equal(model.embedding.prompt.weight, table[[7, 130, 7, 130, 7]])
     with pytest.raises(UserError, match="--prompt-init-text"):
@@ -164,7 +162,6 @@ def test_a_frozen_weight_keeps_no_input_for_its_gradient() -> None:
             y = linear(x, weight)
         assert kept == shapes
         y.sum().backward()
-        assert x.grad is not None
         assert torch.allclose(x.grad, weight.sum(0).expand_as(x))
         x.grad = None
 

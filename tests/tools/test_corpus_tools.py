@@ -103,8 +103,6 @@ def test_a_reader_that_leaves_early_is_no_error_message(tmp_path: Path) -> None:
     assert call("preprocess_data", "--input", source, "--output-prefix", tmp_path / "o", *NULL).returncode == 0
     words = command("inspect_dataset", "--input", tmp_path / "o_text_document", "--documents", 50, "--tokens", 2000)
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""
@@ -119,7 +117,6 @@ def working(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(
         command("preprocess_data", *words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     ) as process:
-        assert process.stderr is not None
         process.stderr.readline()  # the first progress line
         assert len(processes_of(process.pid)) >= 3
         yield process

@@ -221,7 +221,6 @@ def test_an_adapter_is_put_on_the_model(
 def test_a_signal_ends_the_server_in_the_middle_of_an_answer(hf: Path, number: signal.Signals) -> None:
     command = [sys.executable, str(SCRIPT), "--load-hf", str(hf), "--threads-per-rank", "1", "--serve", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
         lines = [server.stderr.readline() for _ in range(3)]
         found = re.match(r"tiny on (http://127\.0\.0\.1:\d+/v1); Ctrl-C stops it", lines[1])
         assert found is not None, lines

@@ -15,6 +15,7 @@ from megalite.config.errors import FlagError
 from megalite.config.flags import build_parser, parse_namespace, read_run
 from megalite.config.schema import RunConfig
 from megalite.distributed.pool import ProcessPool
+from megalite.models.whole import build_whole
 from megalite.verify import report
 from megalite.verify.configs import for_proof, resolved
 from megalite.verify.proof import Difference, Prover
@@ -29,7 +30,6 @@ from tests.config.launch_lists import (
 from tests.data.chat_files import chat_tokenizer, pairs, write_lines
 from tests.helpers import load_tool
 from tests.models.hf_models import llama_like
-from tests.tools.test_merge_adapter import build_model
 from tests.verify.test_planted_faults import no_copy_sums
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "verify_parallel.py"
@@ -113,7 +113,7 @@ def test_what_is_learnt_and_how_is_as_in_the_run(tool: ModuleType, base: Path, a
 
 
 def test_a_run_from_a_checkpoint_is_proved(tool: ModuleType, base: Path, answers: str, tmp_path: Path) -> None:
-    huggingface_to_megalite(base, tmp_path / "run", build_model)
+    huggingface_to_megalite(base, tmp_path / "run", build_whole)
     given = ["--pretrained-checkpoint", str(tmp_path / "run"), "--use-checkpoint-args", "--sft-data", answers]
     assert tool.main([*RUN.split(), *given, *SPLIT, "--peft", "lora"]) == 0
 
