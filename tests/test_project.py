@@ -80,14 +80,6 @@ def test_importing_every_module_loads_neither_transformers_nor_the_compiler() ->
     assert done.stdout.strip() == "{}"
 
 
-def test_importing_config_loads_neither_torch_nor_numpy() -> None:
-    names = [name for name in package_modules() if name == "megalite" or name.startswith("megalite.config")]
-    code = f"import {', '.join(names)}, sys; print([n for n in ('torch', 'numpy') if n in sys.modules])"
-    done = run_python("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_help_of_each_script_exits_0(script: Path) -> None:
     done = call_script(script, "--help")

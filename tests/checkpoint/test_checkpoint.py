@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.checkpoint.checkpoint import load_checkpoint, read_checkpoint_config, read_training_state, save_checkpoint
 from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
-from megalite.checkpoint.metadata import read_index, stored_tensors
+from megalite.checkpoint.metadata import read_index
 from megalite.checkpoint.planner import owned_chunks
 from megalite.config.errors import FlagError
 from megalite.config.schema import RunConfig
@@ -135,12 +135,6 @@ def test_loading_unpickles_nothing_but_the_index(saved: Path, monkeypatch: pytes
 
 def test_the_index_names_no_place_of_the_machine_that_wrote_it(saved: Path) -> None:
     assert str(saved.parent.parent).encode() not in (saved / ".metadata").read_bytes()
-
-
-def test_describe_lists_keys_shapes_and_dtypes(saved: Path) -> None:
-    listed = stored_tensors(saved)
-    assert {key: info.shape for key, info in listed.items()} == logical.logical_shapes()
-    assert all(info.dtype == logical.dtype_of(key) for key, info in listed.items())
 
 
 def test_dtypes_are_converted_to_the_readers(saved: Path) -> None:

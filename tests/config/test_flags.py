@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
-import time
 
 import pytest
 
@@ -175,23 +172,6 @@ def test_pretraining_names_the_program_that_has_fine_tunings_flags() -> None:
             parse(field.option, *(["1"] if field.kind is not bool else []))
     assert {field.option for field in fields} > {"--load-hf", "--sft-data", "--task"}
     assert parse("--chat-template", "x")[2] != []
-
-
-def test_help_loads_neither_torch_nor_numpy() -> None:
-    code = """
-import sys
-from megalite.config.entry import SMALLEST, read_config
-try:
-    read_config(["--help"], "pretrain_gpt.py", "Pretrain.", 1)
-except SystemExit as stop:
-    assert stop.code == 0
-    sys.exit(int(bool({"torch", "numpy", "transformers"} & set(sys.modules))))
-"""
-    begin = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    print(f"--help took {time.perf_counter() - begin:.2f} s")
-    assert done.returncode == 0, done.stderr
-    assert "--tensor-model-parallel-size" in done.stdout
 
 
 def test_a_tool_reads_one_section_beside_flags_of_its_own() -> None:

@@ -256,24 +256,6 @@ def test_a_bad_request_is_told_in_openai_s_form(
     assert value["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(
-    ("fields", "kind"),
-    [
-        ({"max_tokens": 0}, openai.BadRequestError),
-        ({"model": "other"}, openai.NotFoundError),
-        ({"extra_headers": {"Origin": "https://evil.example"}}, openai.PermissionDeniedError),
-        ({"prompt": "a" * (1 << 20)}, openai.APIStatusError),
-    ],
-)
-def test_openai_s_client_raises_its_own_errors(
-    client: Client, fields: dict[str, Any], kind: type[openai.APIStatusError]
-) -> None:
-    with pytest.raises(kind) as caught:
-        client.official.completions.create(**{"model": "tiny", "prompt": "a", **fields})
-    assert type(caught.value) is kind
-    assert isinstance(caught.value.body, dict) and set(caught.value.body) == {"message", "type", "param", "code"}
-
-
 def test_fields_that_say_nothing_are_accepted(client: Client) -> None:
     empty: dict[str, Any] = {"tools": [], "functions": [], "logit_bias": {}, "response_format": {"type": "text"}}
     zero: dict[str, Any] = {

@@ -123,7 +123,10 @@ def working(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @NEEDS_PROC
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGKILL, -9)],
+)
 def test_a_stopped_run_leaves_no_process_and_no_output(
     working: subprocess.Popen[bytes], tmp_path: Path, number: int, status: int
 ) -> None:

@@ -29,14 +29,25 @@ FINETUNING: dict[str, tuple[FinetuneConfig, PeftConfig]] = {
         PeftConfig("lora", lora_rank=3, lora_target_modules=ALL_LINEAR),
     ),
     "packed answers, all weights": (FinetuneConfig(sft_data=REPLACED, sft_packing=True), PeftConfig()),
-    "answers, prefix": (FinetuneConfig(sft_data=REPLACED), PeftConfig("prefix")),
+    "answers, prefix from a network": (
+        FinetuneConfig(sft_data=REPLACED),
+        PeftConfig("prefix", prefix_projection=True, prefix_hidden_size=12),
+    ),
     "packed answers, prompt": (FinetuneConfig(sft_data=REPLACED, sft_packing=True), PeftConfig("prompt")),
-    "labels, LoRA with dropout": (
+    "labels, LoRA with dropout beside some layers": (
         FinetuneConfig(task="classification", sft_data=REPLACED),
-        PeftConfig("lora", lora_rank=3, lora_dropout=0.2, lora_target_modules=ALL_LINEAR),
+        PeftConfig(
+            "lora", lora_rank=3, lora_dropout=0.2, lora_target_modules=["q_proj,v_proj", "down_proj"], use_rslora=True
+        ),
     ),
 }
 """What a run learns, and which added weights learn it."""
+WITH_GPT2S_LAYERS = (
+    "packed answers, all weights",
+    "packed answers, prompt",
+    "labels, LoRA with dropout beside some layers",
+)
+"""The others have Llama's."""
 FOUR_LAYERS = Variant(pp=2, chunks=2)
 """A network for it fits every layout of up to TP 4 x PP 4, or PP 2 x VPP 2."""
 Case = TypeVar("Case")
