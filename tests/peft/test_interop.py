@@ -1,4 +1,4 @@
-"""Adapters between megalite at any layout and PEFT: logits and tensors."""
+"""Adapters against PEFT: logits and tensors at any layout, gradients, and the work for a token."""
 
 from __future__ import annotations
 
@@ -9,14 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from megalite.checkpoint.huggingface.config import read_huggingface_config
+from megalite.config.schema import OptimizerConfig
+from megalite.config.schema_finetune import PeftConfig as OurConfig
 from megalite.distributed.layout import Layout
+from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.pool import ProcessPool
-from tests.models.hf_models import gpt2, llama_like
-from tests.peft.interop import loud, make_and_save, our_logits, peft_logits
+from megalite.models.gpt import plain_tokens, units_of
+from megalite.nn.module import named_specs
+from megalite.optimizer.optimizer import Optimizer
+from megalite.peft.adapter import AdapterPlan, load_adapter, plan_adapter
+from megalite.peft.convert import lora_name
+from megalite.peft.files import peft_config
+from tests.models.hf_models import VOCABULARY, gpt2, llama_like
+from tests.peft.interop import FP32, loud, make_and_save, our_logits, peft_logits, stages_of
 
 LLAMA = {"num_key_value_heads": 2, "head_dim": 12}
 
@@ -29,7 +41,7 @@ def _model(kind: str) -> nn.Module:
 
 
 @pytest.fixture
-def tokens() -> torch.Tensor:
+def tokens() -> Tensor:
     return torch.randint(131, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
@@ -54,7 +66,7 @@ ours_to_peft: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", ours_to_peft)
 def test_an_adapter_saved_at_tp2_pp2_gives_equal_logits_in_peft(
-    pool: ProcessPool, tmp_path: Path, tokens: torch.Tensor, case: str
+    pool: ProcessPool, tmp_path: Path, tokens: Tensor, case: str
 ) -> None:
     kind, values = ours_to_peft[case]
     base, adapter = tmp_path / "base", tmp_path / "adapter"
@@ -70,10 +82,10 @@ def test_an_adapter_saved_at_tp2_pp2_gives_equal_logits_in_peft(
     assert (ours - theirs).abs().max() <= 1e-4
 
 
-def _peft_adapter(kind: str, peft_config: Any, base: Path, adapter: Path) -> nn.Module:
+def _peft_adapter(kind: str, config: Any, base: Path, adapter: Path) -> nn.Module:
     model = _model(kind)
     model.save_pretrained(base)
-    adapted = get_peft_model(model, peft_config)
+    adapted = get_peft_model(model, config)
     loud(adapted)
     adapted.save_pretrained(str(adapter))
     result: nn.Module = adapted.eval()
@@ -107,7 +119,7 @@ peft_to_ours: dict[str, tuple[str, PeftConfig]] = {
 
 @pytest.mark.parametrize("case", peft_to_ours)
 def test_an_adapter_of_peft_gives_equal_logits_here_and_comes_back_bitwise(
-    pool: ProcessPool, tmp_path: Path, tokens: torch.Tensor, case: str
+    pool: ProcessPool, tmp_path: Path, tokens: Tensor, case: str
 ) -> None:
     base, adapter, back = tmp_path / "base", tmp_path / "adapter", tmp_path / "back"
     model = _peft_adapter(*peft_to_ours[case], base, adapter)
@@ -120,3 +132,113 @@ def test_an_adapter_of_peft_gives_equal_logits_here_and_comes_back_bitwise(
     assert all(torch.equal(first[name], second[name]) for name in first)
     written = json.loads((back / "adapter_config.json").read_text())
     assert written["peft_type"] == json.loads((adapter / "adapter_config.json").read_text())["peft_type"]
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+
+
+def _our_gradients(base: Path, adapter: Path, tokens: Tensor, labels: Tensor, *, sinks: bool) -> dict[str, Tensor]:
+    """By global name, as the optimizer's buckets have them or as autograd returns them."""
+    mesh = single_process_mesh()
+    (model,) = stages_of(str(base), mesh)
+    load_adapter(model, str(adapter), mesh=mesh, precision=FP32)
+    trained = {name: parameter for name, parameter, _ in named_specs(model) if ".lora." in name}
+    for parameter in trained.values():
+        parameter.requires_grad_(True)
+    if sinks:
+        Optimizer(units_of([model]), mesh, FP32, OptimizerConfig()).begin_step(1)
+    model.token_losses(model(tokens, plain_tokens(tokens)), labels).mean().backward()
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in trained.items():
+        gradient = parameter.gradient_sink.target() if sinks else parameter.grad  # type: ignore[attr-defined]
+        assert sinks == (parameter.grad is None)
+        gradients[name] = gradient
+    return gradients
+
+
+def _their_gradients(base: Path, adapter: Path, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """By our global name, in PEFT's shape. Writes the model and the adapter, whose scale is 10 / 4 and whose B isn't
+    zero, since A's gradient would be."""
+    plain = llama_like("Llama", num_key_value_heads=2, head_dim=12)
+    plain.save_pretrained(base)
+    config = LoraConfig(r=4, lora_alpha=10, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(plain, config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    model.save_pretrained(str(adapter))
+    model.eval()
+    F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten()).backward()
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            words = name.split(".")  # ... layers.1.self_attn.q_proj.lora_A.default.weight
+            matrix = next(word for word in words if word in ("lora_A", "lora_B"))
+            layer, part = int(words[words.index("layers") + 1]), words[words.index(matrix) - 1]
+            gradients[lora_name(layer, part, matrix[-1].lower())] = parameter.grad
+    return gradients
+
+
+@pytest.mark.parametrize("sinks", [True, False], ids=["into the optimizer's buckets", "returned to autograd"])
+def test_every_gradient_of_lora_is_that_of_peft(tmp_path: Path, sinks: bool) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    text = torch.randint(131, (2, 13), generator=torch.Generator().manual_seed(1))
+    tokens, labels = text[:, :-1], text[:, 1:]
+    theirs = _their_gradients(base, adapter, tokens, labels)
+    ours = _our_gradients(base, adapter, tokens, labels, sinks=sinks)
+    assert ours.keys() == theirs.keys()
+    assert len(ours) == 2 * 7 * 2  # layers, linear layers, A and B
+    for name, expected in theirs.items():
+        largest = expected.abs().max().item()
+        assert largest > 0, name
+        assert (ours[name].reshape(expected.shape) - expected).abs().max().item() <= 1e-5 * largest, name
+
+
+# --------------------------------------------------------------------------------------------------------------- work
+
+WORK: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, all": ("Llama", {"r": 3, "target_modules": "all-linear"}),
+    "llama, some": ("Llama", {"r": 5, "target_modules": ["k_proj", "down_proj"]}),
+    "llama, ranks by pattern": (
+        "Llama",
+        {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj"], "rank_pattern": {"v_proj": 2}},
+    ),
+    "gpt2, fused": ("GPT2", {"r": 4, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
+}
+
+
+def _forward_flops(model: nn.Module, tokens: Tensor) -> int:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(tokens)
+    return counter.get_total_flops()
+
+
+def _plan(peft: OurConfig, base: Path) -> AdapterPlan:
+    return plan_adapter(peft, read_huggingface_config(str(base)).model, VOCABULARY, single_process_mesh().world)
+
+
+@pytest.mark.parametrize("case", WORK)
+def test_lora_multiplies_a_token_by_as_many_weights_as_in_peft(tmp_path: Path, case: str) -> None:
+    kind, values = WORK[case]
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model = gpt2() if kind == "GPT2" else llama_like(kind, num_key_value_heads=2, head_dim=12)
+    model.save_pretrained(base)
+    tokens = torch.zeros(2, 9, dtype=torch.int64)
+    before = _forward_flops(model, tokens)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **values)).eval()
+    adapted.save_pretrained(str(adapter))
+    plan = _plan(peft_config(adapter), base)
+    for head in (False, True):
+        work = plan.work(head=head)
+        assert 2 * tokens.numel() * work.matmul == _forward_flops(adapted, tokens) - before > 0
+        assert (work.head, work.virtual_tokens) == (head, 0)
+
+
+def test_a_prompts_tokens_are_computed_and_a_prefix_is_only_attended_to(tmp_path: Path) -> None:
+    llama_like("Llama").save_pretrained(tmp_path)
+    for kind in ("prompt", "prefix"):
+        plan = _plan(OurConfig(peft=kind, num_virtual_tokens=6), tmp_path)
+        work = plan.work(head=False)
+        assert (work.matmul, work.virtual_tokens, work.computed) == (0, 6, kind == "prompt")

@@ -1,4 +1,4 @@
-"""Settings that the matrix's networks don't have: a layout computes with them what one process computes."""
+"""Settings that the matrix's networks don't have, in layouts against one process; and what a proof does without."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from megalite.config.fields import get
 from megalite.config.schema import RunConfig
 from megalite.distributed.pool import ProcessPool
+from megalite.verify.configs import for_proof
 from megalite.verify.layouts import Variant
 from megalite.verify.proof import Prover
+from megalite.verify.replace import unused_note
 from tests.verify.networks import network
 
 TOLERANCE = 1e-10
@@ -85,3 +88,23 @@ def test_a_layout_with_other_settings_equals_one_process(
     change(config)
     difference = Prover(pool, steps=3).prove(config, variant.processes)
     assert difference.worst <= TOLERANCE, difference
+
+
+@pytest.mark.parametrize(
+    ("flag", "path", "value"),
+    [
+        ("--save-adapter a", "peft.save_adapter", "a"),
+        ("--save-best-adapter b", "peft.save_best_adapter", "b"),
+        ("--eval-prompt Hello", "finetune.eval_prompt", ["Hello"]),
+        ("--train-epochs 3", "finetune.train_epochs", 3),
+        ("--save c", "checkpoint.save", "c"),
+    ],
+)
+def test_a_flag_that_a_proof_does_not_use_is_named(flag: str, path: str, value: object) -> None:
+    config = RunConfig()
+    room, name = path.split(".")
+    setattr(getattr(config, room), name, value)
+    proof = for_proof(config, 2)
+    assert get(proof, path) is None
+    (note,) = unused_note(config, proof)
+    assert note.startswith(f"{flag}: not used")
