@@ -163,8 +163,11 @@ SCALINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("length", [24, 25, 47], ids="{} tokens".format)
-@pytest.mark.parametrize("precision", [FP32, FP64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("precision", "length"),
+    [(FP64, 24), (FP64, 25), (FP64, 47), (FP32, 47)],
+    ids=lambda value: f"{value} tokens" if isinstance(value, int) else value.name,
+)
 @pytest.mark.parametrize("case", SCALINGS)
 def test_scaled_rotary_positions_up_to_the_original_length_and_beyond(
     case: str, precision: Precision, length: int, monkeypatch: pytest.MonkeyPatch

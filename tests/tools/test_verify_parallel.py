@@ -100,7 +100,6 @@ def test_a_missing_sum_of_a_replicated_factors_gradient_is_no_proof(
 @pytest.mark.parametrize(
     "more",
     [
-        ["--peft", "prefix", "--pipeline-model-parallel-size", "2"],
         ["--peft", "none", "--sft-packing", "--data-parallel-sharding-strategy", "optim_grads_params"],
         ["--shrink", "--peft", "prompt", "--prompt-init-text", "answer", *SPLIT[2:]],
         ["--shrink", "--task", "classification", "--peft", "lora", "--tensor-model-parallel-size", "2"],

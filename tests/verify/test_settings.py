@@ -86,7 +86,7 @@ def test_a_layout_with_other_settings_equals_one_process(
 ) -> None:
     config = variant.apply(network(variant, llama=llama))
     change(config)
-    difference = Prover(pool, steps=3).prove(config, variant.processes)
+    difference = Prover(pool, steps=2).prove(config, variant.processes)
     assert difference.worst <= TOLERANCE, difference
 
 
