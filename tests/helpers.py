@@ -60,6 +60,13 @@ def tiny_config(**overrides: Any) -> ModelConfig:
     return ModelConfig(**values)
 
 
+def set_fields(config: RunConfig, **values: Any) -> RunConfig:
+    """`config` with fields of any section set."""
+    for name, value in values.items():
+        setattr(next(section for section in vars(config).values() if hasattr(section, name)), name, value)
+    return config
+
+
 LLAMA = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",

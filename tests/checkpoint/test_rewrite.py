@@ -21,6 +21,7 @@ from megalite.checkpoint.storage import CheckpointDirectory
 from megalite.config.errors import FlagError, UserError
 from megalite.distributed.layout import Layout
 from tests.checkpoint import logical
+from tests.checkpoint.huggingface.folders import assert_equal
 from tests.checkpoint.logical import found
 
 WIDE = Layout(tp=4, pp=2)
@@ -85,13 +86,6 @@ def expected(*, optimizer: bool) -> dict[str, Tensor]:
         for key, shape in logical.logical_shapes().items()
         if optimizer or key.startswith("model.")
     }
-
-
-def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype, name
-        assert torch.equal(ours[name], tensor), name
 
 
 @pytest.mark.parametrize("optimizer", [False, True])

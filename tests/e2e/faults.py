@@ -7,6 +7,7 @@ commas between. The program itself has no test mode; a fault replaces one of its
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -104,42 +105,23 @@ def _rendezvous(seconds: int) -> None:
     launch.RENDEZVOUS_SECONDS = seconds
 
 
-def _data(iteration: int) -> None:
-    """Reading raises, in a data-loader worker where there are any, once that many microbatches were read."""
-    import megalite.data.loader as loader
+def _failing_call(module: str, name: str, what: str) -> Callable[[int], None]:
+    """A call of a module's function, told by its number, raises: in a data-loader worker where that is who calls."""
 
-    count = 0
+    def put(number: int) -> None:
+        calls = itertools.count(1)
 
-    def failing(stack_items: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(*args: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == iteration:
-                raise Fault("reading failed on purpose")
-            return stack_items(*args)
+        def failing(original: Callable[..., Any]) -> Callable[..., Any]:
+            def replacement(*args: Any) -> Any:
+                if next(calls) == number:
+                    raise Fault(f"{what} failed on purpose")
+                return original(*args)
 
-        return replacement
+            return replacement
 
-    _replace(loader, "stack_items", failing)
+        _replace(importlib.import_module(module), name, failing)
 
-
-def _save(iteration: int) -> None:
-    """Collecting the tensors for the checkpoint of this iteration raises, on this rank alone."""
-    import megalite.checkpoint.checkpoint as checkpoint
-
-    count = 0
-
-    def failing(owned_chunks: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(*args: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == iteration:
-                raise Fault("saving failed on purpose")
-            return owned_chunks(*args)
-
-        return replacement
-
-    _replace(checkpoint, "owned_chunks", failing)
+    return put
 
 
 def _measure(interval: int) -> None:
@@ -178,8 +160,8 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "sleep": _sleep,
     "starting": _starting,
     "rendezvous": _rendezvous,
-    "data": _data,
-    "save": _save,
+    "data": _failing_call("megalite.data.loader", "stack_items", "reading"),
+    "save": _failing_call("megalite.checkpoint.checkpoint", "owned_chunks", "saving"),  # of one rank alone
     "nan-gradient": _value(float("nan"), "gradient"),
     "inf-gradient": _value(float("inf"), "gradient"),
     "nan-loss": _value(float("nan"), "loss"),

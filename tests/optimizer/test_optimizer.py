@@ -132,9 +132,15 @@ def assert_equal(a: GPTStage, b: GPTStage) -> None:
         assert torch.equal(ours, theirs), name
 
 
-def test_weights_changed_from_outside_survive_a_step_with_rate_zero_once_the_main_parameters_know() -> None:
-    model, other = tiny_model(MESH, BF16), tiny_model(MESH, BF16, seed=5)
-    optimizer = optimizer_of(model, BF16)
+@pytest.mark.parametrize(
+    "states", [WIDE, StateNames(main="fp16", exp_avg="bf16", exp_avg_sq="fp8")], ids=["wide", "lean"]
+)
+def test_weights_changed_from_outside_survive_a_step_with_rate_zero_once_the_main_parameters_know(
+    states: StateNames,
+) -> None:
+    precision = replace(BF16, states=states)
+    model, other = tiny_model(MESH, precision), tiny_model(MESH, precision, seed=5)
+    optimizer = optimizer_of(model, precision)
     copy_values(other, model)
     optimizer.parameters_loaded(with_state=False)
     draw_gradients(model, 0)

@@ -19,6 +19,7 @@ from megalite.distributed.pool import ProcessPool
 from megalite.training.prepare import prepare_config
 from megalite.training.run import build_run
 from megalite.verify.configs import resolved
+from tests.helpers import set_fields
 from tests.verify.networks import FOUR_LAYERS, network
 
 KINDS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -60,10 +61,7 @@ def zero_config(strategy: str, *, microbatches: int = 1, dp: int = 2, **override
         make_lean(config, states)
     config.training.global_batch_size = microbatches * dp
     config.layout.data_parallel_sharding_strategy = strategy
-    for name, value in overrides.items():
-        section = next(s for s in vars(config).values() if hasattr(s, name))
-        setattr(section, name, value)
-    return config
+    return set_fields(config, **overrides)
 
 
 def make_lean(config: RunConfig, states: str) -> None:

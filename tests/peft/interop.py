@@ -97,10 +97,10 @@ def peft_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return logits[:, -tokens.shape[1] :]
 
 
-def loud(model: nn.Module) -> None:
+def loud(model: nn.Module, std: float = 0.3) -> None:
     """Large random values for an adapter of PEFT's."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)

@@ -20,6 +20,7 @@ from megalite.training.prepare import prepare_config
 from megalite.training.run import Run, build_run
 from megalite.verify.configs import resolved
 from megalite.verify.trace import Trace, stir
+from tests.helpers import set_fields
 from tests.verify.networks import FOUR_LAYERS, network
 
 
@@ -46,10 +47,7 @@ def adapter_config(peft: str, *, llama: bool = True, **overrides: Any) -> RunCon
     config.model.max_position_embeddings = 32
     config.training.global_batch_size = 4
     config.precision.fp64 = overrides.pop("fp64", True)
-    for name, value in overrides.items():
-        section = next(s for s in vars(config).values() if hasattr(s, name))
-        setattr(section, name, value)
-    return config
+    return set_fields(config, **overrides)
 
 
 def build(config: RunConfig) -> Run:

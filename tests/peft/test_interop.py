@@ -163,11 +163,7 @@ def _their_gradients(base: Path, adapter: Path, tokens: Tensor, labels: Tensor) 
     plain.save_pretrained(base)
     config = LoraConfig(r=4, lora_alpha=10, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(plain, config)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    loud(model, 0.1)
     model.save_pretrained(str(adapter))
     model.eval()
     F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten()).backward()

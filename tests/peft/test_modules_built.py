@@ -23,7 +23,7 @@ from megalite.nn.tokens import Tokens
 from megalite.peft.adapter import plan_adapter
 from megalite.peft.apply import apply_peft, owned_parameters
 from megalite.peft.virtual import backend_problem
-from tests.helpers import FP64, LLAMA, UNFUSED, assert_tiled, data_mesh, tiny_build, tiny_model, tiny_tokens
+from tests.helpers import FP64, LLAMA, UNFUSED, assert_tiled, data_mesh, set_fields, tiny_build, tiny_model, tiny_tokens
 
 KINDS = {
     "lora": PeftConfig(peft="lora", lora_rank=2, lora_target_modules=["all-linear"]),
@@ -192,9 +192,6 @@ def test_counted_tokens_are_counted_without_the_virtual_ones() -> None:
 def test_virtual_tokens_are_refused_with_kernels_that_take_no_mask(
     kind: str, flags: dict[str, Any], device_type: str, refused: bool
 ) -> None:
-    config = RunConfig()
-    config.model.attention_dropout = 0.0
-    for name, value in flags.items():
-        setattr(next(section for section in vars(config).values() if hasattr(section, name)), name, value)
+    config = set_fields(RunConfig(), attention_dropout=0.0, **flags)
     problem = backend_problem(choose_backend(config, device_type), kind, device_type)
     assert (problem is not None) == refused
