@@ -25,7 +25,7 @@ from megalite.training.executor import HIDDEN, GPTExecutor, LoweredSchedules
 from megalite.training.memory import PeakMemory
 from megalite.training.objective import TokenLoss
 from megalite.training.report import predicted_memory
-from tests.helpers import FP32, LLAMA, VOCABULARY, FixedSink, data_mesh, tiny_config, tiny_tokens
+from tests.helpers import FP32, LLAMA, VOCABULARY, FixedSink, data_mesh, set_fields, tiny_config, tiny_tokens
 
 LENGTH, MICROBATCHES = 64, 4
 
@@ -36,10 +36,10 @@ def config_of(network: dict[str, Any], **settings: Any) -> RunConfig:
     config.data.seq_length, config.data.mock_data = LENGTH, True
     config.training.micro_batch_size, config.training.global_batch_size = 2, 2 * MICROBATCHES
     config.training.train_iters, config.learning_rate.lr = 1, 1e-3
-    for name, value in settings.items():
-        section = next(each for each in (config.layout, config.precision, config.training) if hasattr(each, name))
-        setattr(section, name, value)
-    return resolve(config, config.layout.tensor_model_parallel_size * config.layout.pipeline_model_parallel_size)
+    return resolve(
+        set_fields(config, **settings),
+        config.layout.tensor_model_parallel_size * config.layout.pipeline_model_parallel_size,
+    )
 
 
 def step_of(config: RunConfig, rank: int) -> tuple[int, int]:

@@ -133,7 +133,7 @@ def assert_equal(a: GPTStage, b: GPTStage) -> None:
 
 
 @pytest.mark.parametrize(
-    "states", [WIDE, StateNames(main="fp16", exp_avg="bf16", exp_avg_sq="fp8")], ids=["wide", "lean"]
+    "states", [WIDE, StateNames(main_params="fp16", exp_avg="bf16", exp_avg_sq="fp8")], ids=["wide", "lean"]
 )
 def test_weights_changed_from_outside_survive_a_step_with_rate_zero_once_the_main_parameters_know(
     states: StateNames,

@@ -9,6 +9,7 @@ import pytest
 
 from megalite.config.schema import RunConfig
 from megalite.optimizer.schedule import BatchSchedule, Schedule
+from tests.helpers import set_fields
 
 COUNTS = [0, 1, 7, 8, 9, 99, 100, 101, 500, 799, 800, 801, 950, 999, 1000, 1001, 5000]
 
@@ -98,10 +99,7 @@ def run_config(**fields: Any) -> RunConfig:
     config = RunConfig()
     config.training.global_batch_size = 16
     config.learning_rate.lr = 1e-3
-    for name, value in fields.items():
-        section = next(s for s in (config.training, config.learning_rate, config.optimizer) if hasattr(s, name))
-        setattr(section, name, value)
-    return config
+    return set_fields(config, **fields)
 
 
 def test_iterations_become_samples_through_the_batch_size_ramp() -> None:
