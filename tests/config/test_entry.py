@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from tests.config.launch_lists import (
     SMALL,
     without_what_is_not_built,
 )
-from tests.helpers import call_script
 
 # Everything but the network.
 RUN = """
@@ -125,19 +123,6 @@ def test_all_problems_come_in_one_message() -> None:
 def test_notes_say_what_was_ignored_and_what_does_nothing() -> None:
     _, notes = read(f"{SMALL} --use-mcore-models --sequence-parallel --tiktoken-pattern v2")
     assert [note.split(" ")[0] for note in notes] == ["--use-mcore-models", "--sequence-parallel", "--tiktoken-pattern"]
-
-
-def test_a_bad_flag_ends_the_program_with_status_2_and_its_message_alone() -> None:
-    script = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
-    for argv, message in (
-        (["--num-layer", "2"], "unknown flag --num-layer; did you mean --num-layers?"),
-        ([*SMALL.split(), "--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2 x "),
-    ):
-        done = call_script(script, *argv)
-        assert done.returncode == 2
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
-        assert done.stdout == ""
 
 
 def test_megatrons_gpt3_175b_list_is_taken_as_it_stands() -> None:

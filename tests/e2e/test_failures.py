@@ -65,11 +65,6 @@ def test_what_this_machine_or_the_schedule_cannot_do_is_refused_as_flags_are(
     assert all(word in message for word in words), message
 
 
-def test_sequence_parallelism_on_one_rank_is_told_to_do_nothing() -> None:
-    outcome = run(f"{MICRO} --sequence-parallel --train-iters 1", 2)
-    assert outcome.out.count("--sequence-parallel has no effect with --tensor-model-parallel-size 1") == 1
-
-
 @pytest.mark.slow
 def test_under_torchrun_a_flag_mistake_is_told_once() -> None:
     started = Program(f"{MICRO} --global-batch-size 5", 2)

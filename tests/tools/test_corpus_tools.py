@@ -91,13 +91,6 @@ def test_bad_input_exits_1_with_one_line_that_names_file_and_line(tmp_path: Path
     assert "1 bad skipped" in done.stdout
 
 
-def test_flags_may_come_from_a_file(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "c.jsonl", ["1 2"])
-    (tmp_path / "flags").write_text(f"--input {source}  # the corpus\n--output-prefix {tmp_path}/o\n{' '.join(NULL)}\n")
-    assert call("preprocess_data", f"@{tmp_path}/flags").returncode == 0
-    assert IndexedDataset(f"{tmp_path}/o_text_document").num_tokens == 2
-
-
 def test_a_reader_that_leaves_early_is_no_error_message(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "c.jsonl", ["1 " * 2000] * 50)
     assert call("preprocess_data", "--input", source, "--output-prefix", tmp_path / "o", *NULL).returncode == 0
