@@ -170,11 +170,6 @@ def specs_and_values(model: nn.Module) -> dict[str, tuple[ParamSpec, Tensor]]:
     return {name: (spec, parameter.detach()) for name, parameter, spec in named_specs(model)}
 
 
-def relative_difference(a: Tensor, b: Tensor, floor: float = 1e-30) -> float:
-    """max |a - b| / max |b|."""
-    return ((a - b).abs().max() / b.abs().max().clamp_min(floor)).item()
-
-
 def load_tool(script: Path) -> ModuleType:
     """A script of `tools/` as a module, so that a test can call its `main`."""
     spec = importlib.util.spec_from_file_location(f"{script.stem}_tool", script)
