@@ -93,6 +93,33 @@ def llama_like(kind: str, **overrides: Any) -> nn.Module:
     return model.eval()
 
 
+def _yarn(**fields: Any) -> dict[str, Any]:
+    return {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, **fields}
+
+
+_LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0],
+    "long_factor": [1.5, 2.0, 2.5, 3.5, 5.0, 6.0, 7.0, 8.0],
+}
+SCALINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("Llama", {"rope_type": "linear", "factor": 4.0}),
+    "yarn": ("Llama", _yarn()),
+    "yarn, other borders, not rounded": ("Mistral", _yarn(beta_fast=3.0, beta_slow=0.5, truncate=False)),
+    "yarn, an attention factor": ("Qwen2", _yarn(attention_factor=1.3)),
+    "yarn, other weights": ("Qwen3", _yarn(mscale=0.7, mscale_all_dim=0.3)),
+    "yarn, half of each head": ("Glm", _yarn()),
+    "dynamic": ("Llama", {"rope_type": "dynamic", "factor": 3.0}),
+    "dynamic, half of each head": ("Glm", {"rope_type": "dynamic", "factor": 3.0}),
+    "longrope": ("Llama", _LONGROPE),
+    "longrope, an attention factor": ("Qwen3", {**_LONGROPE, "attention_factor": 1.3}),
+    "longrope, half of each head": ("Glm", _LONGROPE),
+}
+"""Kind of model and `rope_parameters` for an original length of 24 and heads of which 16 channels are rotated."""
+
+
 def rotary_speed(pair: int, width: int, length: int, longest: int, parameters: dict[str, Any]) -> float:
     """Radians per position of one pair in a sequence of so many tokens, by the papers' formulas."""
     kind, factor = parameters["rope_type"], parameters.get("factor", 1.0)

@@ -95,30 +95,23 @@ def test_old_and_new_rotary_keys_mean_the_same(old: dict[str, Any], new: dict[st
     assert network({**TINY, **old}) == network({**TINY, "rope_parameters": new})
 
 
-SCALINGS: dict[str, dict[str, Any]] = {
-    "linear": {"rope_type": "linear", "factor": 2.5},
-    "llama3, other numbers": {**LLAMA3, "low_freq_factor": 2.0, "original_max_position_embeddings": 16},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.5},
-    "yarn": YARN,
-    "yarn, an attention factor": {**YARN, "attention_factor": 1.25},
-    "yarn, other borders": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
-    "yarn, other weights": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.5},
-    "longrope": LONGROPE,
-    "longrope, an attention factor": {**LONGROPE, "attention_factor": 1.5},
+SCALINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    **hf_models.SCALINGS,
+    "llama3, other numbers": ("Llama", {**LLAMA3, "low_freq_factor": 2.0, "original_max_position_embeddings": 16}),
 }
 
 
-@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
-@pytest.mark.parametrize("kind", ["llama", "glm"])
-def test_scaling_goes_out_as_transformers_had_it(kind: str, scaling: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", SCALINGS)
+def test_scaling_goes_out_as_transformers_had_it(case: str) -> None:
     from transformers import AutoConfig
 
+    kind, scaling = SCALINGS[case]
     # GLM rotates half of each head.
-    values = {**TINY, "model_type": kind, "num_key_value_heads": 2, "head_dim": 16 if kind == "glm" else 8}
+    values = {**TINY, "model_type": kind.lower(), "num_key_value_heads": 2, "head_dim": 32 if kind == "Glm" else 16}
     theirs = AutoConfig.for_model(**{**values, "rope_parameters": {**scaling, "rope_theta": 5e4}})
     found = parse_config(theirs.to_dict(), "config.json")
     architecture, written = describe_network(found.model, found.vocab_size)
-    assert architecture.model_type == kind
+    assert architecture.model_type == kind.lower()
     assert network(written) == found.model
     assert AutoConfig.for_model(**written).rope_parameters == theirs.rope_parameters
 
