@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,15 +125,24 @@ def assert_true(tensors: list[NamedTensor], salt: int = 0) -> None:
         assert torch.equal(local, expected), key
 
 
-def save(mesh: Mesh, root: Path, iteration: int, tensors: list[NamedTensor] | None = None, salt: int = 0) -> Path:
+def save(
+    mesh: Mesh,
+    root: Path,
+    iteration: int,
+    tensors: list[NamedTensor] | None = None,
+    salt: int = 0,
+    *,
+    run: RunConfig | None = None,
+    state: dict[str, Any] | None = None,
+) -> Path:
     """Save the truth (or `tensors`) as this mesh's rank."""
     return save_checkpoint(
         root,
         iteration,
         mesh=mesh,
         pieces=pieces_of(filled(mesh.layout, mesh.rank, salt) if tensors is None else tensors),
-        config=config(),
-        training_state={"iteration": iteration, "salt": salt},
+        config=run or config(),
+        training_state=state or {"iteration": iteration, "salt": salt},
         retain=KEEP_ALL,
     )
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megalite.checkpoint.checkpoint import load_checkpoint, read_checkpoint_config, read_training_state, save_checkpoint
+from megalite.checkpoint.checkpoint import load_checkpoint, read_checkpoint_config, read_training_state
 from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
 from megalite.checkpoint.metadata import read_index
 from megalite.checkpoint.planner import owned_chunks
@@ -111,16 +111,7 @@ def test_configuration_and_training_state_come_back_equal(tmp_path: Path) -> Non
     config = RunConfig()
     config.model.hidden_size, config.learning_rate.lr, config.data.data_path = 64, 1.1e-4, ["0.3", "a", "0.7", "b"]
     state = {"iteration": 7, "loss": 0.1 + 0.2, "seed": 2**63 + 1, "nested": {"skipped": None, "name": "数"}}
-    key, tensor, spec = entry("model.w", torch.ones(2))
-    path = save_checkpoint(
-        tmp_path,
-        7,
-        mesh=ONE,
-        pieces=pieces_of([(key, tensor, spec)]),
-        config=config,
-        training_state=state,
-        retain=logical.KEEP_ALL,
-    )
+    path = logical.save(ONE, tmp_path, 7, [entry("model.w", torch.ones(2))], run=config, state=state)
     assert read_checkpoint_config(path) == config
     assert read_training_state(path) == state
 
@@ -220,15 +211,7 @@ def test_boxes_that_leave_a_gap_are_never_saved(tmp_path: Path) -> None:
 
 def test_a_training_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
-        save_checkpoint(
-            tmp_path / "run",
-            1,
-            mesh=ONE,
-            pieces=pieces_of([]),
-            config=RunConfig(),
-            training_state={"tensor": torch.ones(1)},
-            retain=logical.KEEP_ALL,
-        )
+        logical.save(ONE, tmp_path / "run", 1, [], state={"tensor": torch.ones(1)})
     assert not (tmp_path / "run").exists()
 
 
