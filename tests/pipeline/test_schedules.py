@@ -41,20 +41,6 @@ def every_schedule() -> list[tuple[str, int, int, int, Schedule]]:
     return found
 
 
-def test_one_stage_runs_each_microbatch_forward_then_backward() -> None:
-    assert one_forward_one_backward(1, 1, 1) == [spelled("F0 B0")]
-    assert one_forward_one_backward(1, 1, 4) == [spelled("F0 B0 F1 B1 F2 B2 F3 B3")]
-
-
-def test_1f1b_with_two_microbatches_on_four_stages_only_warms_up_and_drains() -> None:
-    assert one_forward_one_backward(4, 1, 2) == [
-        spelled("F0 F1 B0 B1"),
-        spelled("F0 F1 B0 B1"),
-        spelled("F0 F1 B0 B1"),
-        spelled("F0 B0 F1 B1"),
-    ]
-
-
 def test_1f1b_on_four_stages_warms_up_alternates_and_drains() -> None:
     assert one_forward_one_backward(4, 1, 8) == [
         spelled("F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"),
