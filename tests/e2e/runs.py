@@ -186,7 +186,7 @@ def _run_here(flags: str, script: str = "pretrain_gpt") -> Outcome:
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    out, err = io.StringIO(), io.StringIO()
+    out, err = io.StringIO(newline=None), io.StringIO(newline=None)  # ends of lines as a file's are read
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(launch, _exit=leave, atexit=mock.Mock(), keep_freed_memory=mock.Mock()))
         stack.enter_context(mock.patch.object(sys, "argv", [f"{script}.py", *shlex.split(flags)]))
