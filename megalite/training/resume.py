@@ -243,7 +243,8 @@ def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress
         histories = {f"optimizer.{key}": piece.spec.shape for key, piece in model.scaling.state()}
         missing = {key for key, shape in histories.items() if key not in stored or stored[key].shape != shape}
         if missing:
-            notes.append(f"note: {directory.path} has no FP8 history for {len(missing)} layers: it starts anew there")
+            wanted = f"FP8 history of --fp8-amax-history-len {config.precision.fp8_amax_history_len}"
+            notes.append(f"note: {directory.path} has no {wanted} for {len(missing)} layers: it starts anew there")
         new |= missing
     pieces = _named_by_source((piece for piece in entries if piece.name not in new), directory, model)
     load_checkpoint(directory, mesh=model.mesh, pieces=pieces, strict=not new_head)
