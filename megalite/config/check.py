@@ -86,6 +86,8 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         yield "without a format other than fp32 for some state", ["precision.use_precision_aware_optimizer"]
     if config.logging.tensorboard_dir is None:
         yield "without --tensorboard-dir", ["logging.tensorboard_log_interval", "logging.log_memory_to_tensorboard"]
+        if config.logging.metrics_file is None:
+            yield "without --metrics-file or --tensorboard-dir", ["logging.log_fp8_stats"]
     if not config.logging.profile:
         yield "without --profile", ["logging.profile_step_start", "logging.profile_step_end"]
     for name, users in idle_scaling(config.model).items():
