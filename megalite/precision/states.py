@@ -11,8 +11,9 @@ dtype, and a checkpoint of those loads anywhere. A second moment above zero stay
 its root divides, would be without bound. What is too small for the format is raised, so its steps are too short.
 
 Eight bits hold a first moment in E4M3, and a second one as a logarithm: it has no sign, and 254 steps of 2^(1/8) cover
-2^31.75 evenly, where its root in E4M3 would take steps of up to a quarter. Held so, a second moment with a beta2 of 0.999
-varies by 20 % around its mean from rounding (bf16: 4 %; the root in E4M3: 28 %), and updates are 1.5 % larger on average.
+2^31.75 evenly, where its root in E4M3 would take steps of up to a quarter. Held so, a second moment with a beta2 of
+0.999 varies by 20 % around its mean from rounding (bf16: 4 %; the root in E4M3: 28 %), and updates are 1.5 % larger on
+average.
 """
 
 from __future__ import annotations
