@@ -63,6 +63,7 @@ def shrink(
     _small_batch(config, 16 * tp * config.layout.context_parallel_size, folder)
     _fit_blocks(config, tp)
     _fit_edges(config)
+    config.precision.fp8_param_gather &= shards(config)  # one data-parallel rank gathers nothing
     training.micro_batch_size = min(training.micro_batch_size or 1, 2)
     training.global_batch_size = training.micro_batch_size * data_parallel_size * 2 * pp
     # In the few steps of a proof a warm-up of a real run's length would leave the weights where they are.

@@ -238,3 +238,16 @@ def test_a_small_network_keeps_a_layer_in_fp8_beside_those_without(edges: str, p
     for small in (shrink(resolved(proof, pp), 1), variant.apply(for_matrix(proof, variant))):
         precision = resolved(small, pp).precision
         assert (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16) == kept
+
+
+def test_a_small_layout_that_gathers_nothing_does_without_gathers_in_fp8() -> None:
+    words = (
+        f"{RUN} --num-layers 4 --hidden-size 64 --num-attention-heads 2 --max-position-embeddings 96 --mock-data "
+        "--tokenizer-type NullTokenizer --vocab-size 50 --fp8-format hybrid --fp8-param-gather "
+        "--use-distributed-optimizer"
+    )
+    proof = for_proof(read_run(parse_namespace(build_parser("p", "d"), words.replace("--steps 2", "").split())[0]), 2)
+    for ranks, sharding in ((1, "no_shard"), (2, "optim")):
+        variant = Variant(dp=ranks, sharding=sharding)
+        for small in (shrink(resolved(proof, ranks), ranks), variant.apply(for_matrix(proof, variant))):
+            assert resolved(small, ranks).precision.fp8_param_gather == (ranks > 1)
