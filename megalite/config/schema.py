@@ -245,7 +245,11 @@ class PrecisionConfig:
         choices=("delayed", "tensorwise", "blockwise", "mxfp8"),
     )
     fp8_margin: int = flag(0, "powers of two of headroom in delayed scaling", bound=UP_TO_100)
-    fp8_amax_history_len: int = flag(1, "steps whose maxima delayed scaling looks at")
+    fp8_amax_history_len: int = flag(
+        1,
+        "steps whose maxima delayed scaling looks at, with --fp8-amax-compute-algo max",
+        bound=Bound("must be from 1 to 65536", lambda value: 1 <= value <= 65536),
+    )
     fp8_amax_compute_algo: str = flag(
         "most_recent", "which of these maxima delayed scaling takes", choices=("most_recent", "max")
     )
