@@ -70,6 +70,7 @@ def predicted_memory(
             config,
             stage.vocab_size,
             layers=len(stage.decoder.layers),
+            in_fp8=sum(any(fp8_weights([layer])) for layer in stage.decoder.layers.values()),
             has_output=stage.output_layer is not None,
             fused_attention=stage.core.backend.kernel != "unfused",
         )
