@@ -11,6 +11,15 @@ from dataclasses import dataclass
 from megalite.config.check_precision import FP8_BLOCKS
 from megalite.config.schema import ROTARY, RunConfig
 
+LOGITS = 1 << 25
+"""Logits that the output layer computes at a time: few of all; but of many tokens, since each chunk of them reads and
+writes the whole gradient of the weight."""
+
+
+def logits_at_a_time(tokens: int, columns: int) -> int:
+    """Of so many tokens' logits, those of chunks that are as equal as can be."""
+    return -(-tokens // max(1, -(-tokens * columns // LOGITS))) * columns
+
 
 @dataclass(frozen=True)
 class ChunkActivations:
@@ -37,11 +46,10 @@ def chunk_activations(
     kept, working = layer.of_chunk(config, layers)
     working += layer.gradients
     if has_output:
-        compute = compute_bytes(config)
-        logits = compute * -(-vocab_size // config.layout.tensor_model_parallel_size)
-        output = 2 * layer.input + logits  # with input and result of the last norm
+        logits = logits_at_a_time(tokens, -(-vocab_size // config.layout.tensor_model_parallel_size))
+        output = 2 * layer.input  # input and gradient of the last norm
         kept += output
-        working = max(working - output, logits)  # when the layers' backward runs, the output's is over
+        working = max(working - output, compute_bytes(config) * logits / tokens)  # one is over when the other runs
     return ChunkActivations(int(tokens * kept), int(tokens * working))
 
 

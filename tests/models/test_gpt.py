@@ -72,10 +72,10 @@ def test_a_document_with_its_own_positions_is_computed_as_if_it_were_alone(netwo
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("divisor", [1, 128])
-def test_token_losses_are_the_cross_entropy_of_the_logits_without_padding(divisor: int, smoothing: float) -> None:
+def test_losses_are_the_cross_entropy_of_the_logits_without_padding(divisor: int, smoothing: float) -> None:
     model = tiny_model(MESH, FP64, make_vocab_size_divisible_by=divisor)
     hidden = model(TOKENS, plain_tokens(TOKENS))
-    ours = model.token_losses(hidden, LABELS, label_smoothing=smoothing)
+    ours = model.loss(hidden, LABELS, label_smoothing=smoothing).tokens
     assert ours.shape == (32, 3)
     flat = logits(model).reshape(-1, VOCABULARY)
     expected = F.cross_entropy(flat, LABELS.flatten(), reduction="none", label_smoothing=smoothing)
@@ -90,7 +90,7 @@ def test_a_tied_table_is_one_parameter_with_the_gradient_of_both_uses() -> None:
     with torch.no_grad():
         untied.output_weight.copy_(tied.output_weight)
     for model in (tied, untied):
-        model.token_losses(model(TOKENS, plain_tokens(TOKENS)), LABELS).mean().backward()
+        model.loss(model(TOKENS, plain_tokens(TOKENS)), LABELS).total.backward()
     assert untied.embedding is not None
     assert tied.output_weight.grad is not None
     summed = untied.output_weight.grad + untied.embedding.word_embeddings.weight.grad
@@ -130,7 +130,7 @@ def test_stages_one_after_the_other_are_the_whole_model(tied: bool) -> None:
     expected = whole(TOKENS, info)
     assert torch.equal(x, expected)
     for model, hidden in ((parts[-1], x), (whole, expected)):
-        model.token_losses(hidden, LABELS).mean().backward()
+        model.loss(hidden, LABELS).total.backward()
     gradients: dict[str, Tensor] = {}
     for part in parts:
         for name, parameter, _ in named_specs(part):

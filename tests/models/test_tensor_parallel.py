@@ -56,7 +56,7 @@ def loss_and_gradients(mesh: Mesh, overrides: dict[str, Any], main_grads: bool) 
     text = tiny_tokens(3, 24)
     tokens, labels = text[:, :-1], text[:, 1:]
     info = replace(plain_tokens(tokens), dropout_keys=random.fold(7, torch.arange(3)))
-    loss = model.token_losses(model(tokens, info), labels, label_smoothing=0.1).mean()
+    loss = model.loss(model(tokens, info), labels, scale=1 / labels.numel(), label_smoothing=0.1).total
     loss.backward()
     gradients: Gradients = {}
     for name, parameter, spec in named_specs(model):
