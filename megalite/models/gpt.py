@@ -128,7 +128,7 @@ class GPTStage(ShardedModule):
         config = build.config
         self.config, self.span, self.vocab_size = config, span, vocab_size
         self.core = core_attention(build, backend)
-        self.wide, self.compute = build.precision.wide, build.precision.compute
+        self.wide, self.compute, self.group = build.precision.wide, build.precision.compute, build.mesh.tp
         self.weight_gradients = build.weight_gradients
         tied = not config.untie_embeddings_and_output_weights and classes is None
         self.embedding = None
