@@ -75,7 +75,7 @@ class _Layer:
         if model.position_embedding_type in ROTARY:
             attention += (heads + groups) * model.kv_channels
         weights = 0.0 if fused_attention else _attention_weights(config) * heads
-        mlp = compute * 2 * up
+        mlp = compute * (up + model.ffn_hidden_size / tp)
         norms = compute * 2 * between  # their results; their inputs are as large
         inputs = norms
         if _inputs_in_eight_bits(config):  # of linear layers; the result of attention is also kept as it is

@@ -116,8 +116,8 @@ class GroupedQueryAttention(SelfAttention):
         fused = self.linear_qkv(x, tokens).unflatten(-1, self.local_shape)
         if self.share > 1:
             fused = cast(Tensor, _SumOnFirst.apply(fused, self.share, self.group))
-        q = fused[..., : self.local_queries, :].flatten(2, 3)
-        k, v = fused[..., self.local_queries, :], fused[..., self.local_queries + 1, :]
+        q, k, v = fused.split((self.local_queries, 1, 1), dim=-2)  # one gradient, where slices would have three
+        q, k, v = q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if tokens.rotary is not None:

@@ -5,11 +5,37 @@ Torch's kernels take their statistics in float32 when the input is half precisio
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.distributed.param_spec import NO_DECAY, ONES, ZEROS, ParamSpec, replicated
 from megalite.nn.module import Build, ShardedModule
+
+
+class _RmsNorm(torch.autograd.Function):
+    """For a CPU, where torch's is a chain of operators that each keep something."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, wide: torch.dtype) -> Tensor:
+        mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_().div_(x.shape[-1])
+        scale = mean.add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """With n = x · scale and g the gradient times the weight: scale · (g - n · mean(g · n))."""
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        grad, wide_weight = grads[0].to(scale.dtype), weight.to(scale.dtype)
+        product = normed * grad
+        weight_grad = product.flatten(0, -2).sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        mean = (product @ wide_weight).div_(-x.shape[-1])[..., None]
+        x_grad = torch.mul(grad, wide_weight, out=product).addcmul_(normed, mean).mul_(scale).to(x.dtype)
+        return x_grad, weight_grad, None, None
 
 
 class Norm(ShardedModule):
@@ -39,6 +65,8 @@ class Norm(ShardedModule):
         return self._norm(x.to(self.wide), self.weight.to(self.wide) + 1, bias).to(x.dtype)
 
     def _norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.is_rms:
+        if self.is_rms and x.is_cuda:
             return F.rms_norm(x, (self.width,), weight, self.epsilon)
+        if self.is_rms:
+            return cast(Tensor, _RmsNorm.apply(x, weight, self.epsilon, self.wide))
         return F.layer_norm(x, (self.width,), weight, bias, self.epsilon)

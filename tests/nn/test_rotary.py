@@ -39,9 +39,13 @@ def test_rotation_is_multiplication_by_a_unit_complex_number(interleaved: bool, 
     width = {1.0: 16, 0.5: 8, 0.25: 4, 0.45: 6}[share]
     assert rotary_width(config) == width
     positions = torch.stack((torch.arange(20), torch.arange(20) % 7 + 100))
-    x = torch.randn(20, 2, 3, 16, dtype=DOUBLE)
+    x, cotangent = torch.randn(2, 20, 2, 3, 16, dtype=DOUBLE)
+    x.requires_grad_()
     ours = rotate(x, rotary_table(config, positions, DOUBLE), interleaved=interleaved)
-    assert torch.allclose(ours, turned(x, positions, base, width, interleaved=interleaved), atol=1e-12)
+    theirs = turned(x, positions, base, width, interleaved=interleaved)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+    gradients = [torch.autograd.grad(each, x, cotangent)[0] for each in (ours, theirs)]
+    assert torch.allclose(*gradients, atol=1e-12)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
