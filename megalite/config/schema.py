@@ -197,7 +197,8 @@ class TrainingConfig:
     )
     max_skips_in_a_row: int = flag(50, "stop after this many skipped steps in a row, in any precision")
     compile: bool = flag(
-        False, "torch.compile each transformer layer; needs a C++ compiler", planned="torch.compile of the layers"
+        False,
+        "torch.compile for what lies between matrix products: norms, rotations, activations, loss; needs a compiler",
     )
     dump_grads: str | None = flag(
         None, "folder for every parameter's full gradient at the first step of this run", writes="folder"

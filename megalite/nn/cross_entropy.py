@@ -8,8 +8,9 @@ have some of the columns; a maximum, a sum of exponentials and the target's logi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from megalite.distributed.collectives import all_reduce, start_all_gather, start
 from megalite.distributed.mesh import Group
 from megalite.estimate.activations import logits_at_a_time
 from megalite.nn.gradients import sink_of
+from megalite.nn.pure import compiled
 from megalite.precision.products import Factor, Products
 
 _BLOCK = 1 << 19
@@ -37,13 +39,22 @@ class OutputLoss(NamedTuple):
 class OutputCrossEntropy:
     """How hidden states become losses. `group`: ranks that each hold rows of the table, of which the first `vocab_size`
     in all count. `sequence_parallel`: each brings its part of the sequence. `smoothing`: share of a target that is
-    spread over the vocabulary (Szegedy et al. 2016)."""
+    spread over the vocabulary (Szegedy et al. 2016). `compile`: pure functions are compiled."""
 
     group: Group
     vocab_size: int
     wide: torch.dtype
     sequence_parallel: bool
     smoothing: float
+    compile: bool = False
+
+    @cached_property
+    def exponentials(self) -> Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]:
+        return compiled(exponentials, self.compile)
+
+    @cached_property
+    def put_gradient(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+        return compiled(put_gradient, self.compile)
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, token_indices: Tensor | None, scale: Tensor | float
@@ -135,35 +146,44 @@ class _Pass:
         rows = len(logits)
         at_a_time = _BLOCK if self.how.group.size == 1 else 8 * _BLOCK  # ranks wait for each other after each
         for part in _slices(rows, rows if logits.is_cuda else max(1, at_a_time // self.columns)):
-            work = logits[part].to(self.how.wide)
-            losses[part] = self._turn(work, targets[part] - self.first, scale)
-            if work.dtype != logits.dtype and scale is not None:
-                logits[part] = work
+            losses[part] = self._turn(logits[part], targets[part] - self.first, scale)
 
     def _turn(self, logits: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
-        """Losses of rows of wide logits, which are turned in place; `targets` count from this rank's first column."""
+        """Losses of rows of logits, which are turned in place; `targets` count from this rank's first column."""
         how, (rows, columns) = self.how, logits.shape
         here = (targets >= 0) & (targets < columns)
         targets = targets.where(here, 0)[:, None]
-        top = logits.amax(dim=1, keepdim=True) if columns else logits.new_full((rows, 1), float("-inf"))
-        logits.sub_(all_reduce(top, how.group, "max"))
-        # over this rank's columns: the target's logit, the sums of all logits (for smoothing) and of exponentials
-        sums = logits.new_zeros(3, rows)
+        top = logits.new_full((rows, 1), float("-inf"), dtype=how.wide)
         if columns:
-            sums[0] = logits.gather(1, targets).squeeze(1).where(here, 0.0)  # not times 0: another's may be infinite
-        if how.smoothing:
-            sums[1] = logits.sum(dim=1)
-        sums[2] = logits.exp_().sum(dim=1)
+            top = logits.amax(dim=1, keepdim=True).to(how.wide)
+        all_reduce(top, how.group, "max")
+        # over this rank's columns: the target's logit, the sums of all logits (for smoothing) and of exponentials
+        sums = top.new_zeros(3, rows)
+        if columns:  # not times 0: another's column may be infinite
+            sums[0] = (logits.gather(1, targets) - top).squeeze(1).where(here, 0.0)
+        powers, sums[2], sums[1] = how.exponentials(logits, top, how.smoothing > 0)
         target, total, exponentials = all_reduce(sums, how.group)
         if scale is not None and columns:
-            logits.mul_((scale / exponentials)[:, None])
-            if how.smoothing:
-                logits.sub_(scale * (how.smoothing / how.vocab_size))
-            logits.scatter_add_(1, targets, (here * (scale * (how.smoothing - 1.0)))[:, None])
+            powers.scatter_add_(1, targets, (here * exponentials * (how.smoothing - 1.0))[:, None])
+            spread = scale * (how.smoothing / how.vocab_size)
+            how.put_gradient(logits, powers, (scale / exponentials)[:, None], spread)
         losses = exponentials.log() - target
         if not how.smoothing:
             return losses
         return (1.0 - how.smoothing) * losses + how.smoothing * (exponentials.log() - total / how.vocab_size)
+
+
+def exponentials(logits: Tensor, top: Tensor, smoothing: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(logit - top), wide, the sums of these and of logit - top (if that is needed) of each row."""
+    shifted = logits - top
+    total = shifted.sum(dim=1) if smoothing else top.new_zeros(())
+    powers = shifted.exp_()
+    return powers, powers.sum(dim=1), total
+
+
+def put_gradient(logits: Tensor, powers: Tensor, factor: Tensor, spread: Tensor) -> None:
+    """The losses' gradient in place of the logits."""
+    logits.copy_(powers.mul_(factor).sub_(spread))
 
 
 def _slices(count: int, at_a_time: int) -> Iterator[slice]:

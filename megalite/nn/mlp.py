@@ -7,7 +7,6 @@ and the order knows no layout.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,27 +15,19 @@ from torch import Tensor
 from megalite.distributed.param_spec import Init, cut
 from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.nn.module import Build, ShardedModule
+from megalite.nn.pure import Differentiable
 from megalite.nn.tokens import Tokens
 
 
-class _GatedSilu(torch.autograd.Function):
-    """silu(gate) * up of [..., gate + up]. Keeps nothing but its input, and forms one gradient for both parts."""
+def gated_silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up of [..., gate + up]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up, x
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        result = torch.empty_like(x)
-        gate_grad, up_grad = result.chunk(2, dim=-1)
-        torch.mul(grads[0], F.silu(gate), out=up_grad)
-        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=gate_grad)
-        return result
+def gated_silu_gradient(needed: tuple[bool, ...], grad: Tensor, x: Tensor) -> tuple[Tensor]:
+    gate, up = x.chunk(2, dim=-1)
+    return (torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)), dim=-1),)
 
 
 class MLP(ShardedModule):
@@ -46,7 +37,7 @@ class MLP(ShardedModule):
         super().__init__()
         config, place = build.config, build.place()
         inner, hidden = config.ffn_hidden_size, config.hidden_size
-        self.gated = config.swiglu
+        self.gated, self.gated_silu = config.swiglu, Differentiable(gated_silu, gated_silu_gradient, build.compile)
         self.squared_relu = config.squared_relu
         self.gelu = "tanh" if config.openai_gelu else "none"
         local = inner // place.tp
@@ -62,7 +53,7 @@ class MLP(ShardedModule):
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         y = self.linear_fc1(x, tokens)
         if self.gated:
-            y = cast(Tensor, _GatedSilu.apply(y))
+            y = self.gated_silu(y)
         elif self.squared_relu:
             y = F.relu(y).square()
         else:

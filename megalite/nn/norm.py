@@ -5,37 +5,31 @@ Torch's kernels take their statistics in float32 when the input is half precisio
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.distributed.param_spec import NO_DECAY, ONES, ZEROS, ParamSpec, replicated
 from megalite.nn.module import Build, ShardedModule
+from megalite.nn.pure import Differentiable
 
 
-class _RmsNorm(torch.autograd.Function):
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, wide: torch.dtype) -> tuple[Tensor, ...]:
     """For a CPU, where torch's is a chain of operators that each keep something."""
+    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square()
+    scale = (square / x.shape[-1] + epsilon).rsqrt()
+    return (x * scale * weight).to(x.dtype), x, weight, scale
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, wide: torch.dtype) -> Tensor:
-        mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_().div_(x.shape[-1])
-        scale = mean.add_(epsilon).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight).to(x.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """With n = x · scale and g the gradient times the weight: scale · (g - n · mean(g · n))."""
-        x, weight, scale = ctx.saved_tensors
-        normed = x * scale
-        grad, wide_weight = grads[0].to(scale.dtype), weight.to(scale.dtype)
-        product = normed * grad
-        weight_grad = product.flatten(0, -2).sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        mean = (product @ wide_weight).div_(-x.shape[-1])[..., None]
-        x_grad = torch.mul(grad, wide_weight, out=product).addcmul_(normed, mean).mul_(scale).to(x.dtype)
-        return x_grad, weight_grad, None, None
+def rms_norm_gradient(
+    needed: tuple[bool, ...], grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """With n = x · scale and g the gradient times the weight: scale · (g - n · mean(g · n))."""
+    normed, grad, wide_weight = x * scale, grad.to(scale.dtype), weight.to(scale.dtype)
+    product = normed * grad
+    weight_grad = product.flatten(0, -2).sum(dim=0).to(weight.dtype) if needed[1] else None
+    mean = (product @ wide_weight)[..., None] / x.shape[-1]
+    return ((grad * wide_weight - normed * mean) * scale).to(x.dtype), weight_grad
 
 
 class Norm(ShardedModule):
@@ -47,6 +41,7 @@ class Norm(ShardedModule):
     def __init__(self, build: Build, width: int, *, partial: bool):
         super().__init__()
         self.width, self.wide = width, build.precision.wide
+        self.rms_norm = Differentiable(rms_norm, rms_norm_gradient, build.compile)
         self.epsilon = build.config.norm_epsilon
         self.is_rms = build.config.normalization == "RMSNorm"
         self.plus_one = build.config.apply_layernorm_1p
@@ -68,5 +63,5 @@ class Norm(ShardedModule):
         if self.is_rms and x.is_cuda:
             return F.rms_norm(x, (self.width,), weight, self.epsilon)
         if self.is_rms:
-            return cast(Tensor, _RmsNorm.apply(x, weight, self.epsilon, self.wide))
+            return self.rms_norm(x, weight, self.epsilon, self.wide)
         return F.layer_norm(x, (self.width,), weight, bias, self.epsilon)

@@ -8,13 +8,13 @@ result doesn't depend on what else is in its row or microbatch.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from megalite.config.check_network import yarn_turns
 from megalite.config.schema import ModelConfig
+from megalite.nn.pure import Differentiable
 
 
 def rotary_width(config: ModelConfig) -> int:
@@ -131,40 +131,33 @@ def rotary_table(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) 
     return angles.cos() * factor, angles.sin() * factor
 
 
-def rotate(x: Tensor, table: tuple[Tensor, Tensor], *, interleaved: bool) -> Tensor:
-    """Rotate the first part of each head of `x` [s, b, heads, d]; the rest passes through."""
-    return cast(Tensor, _Rotation.apply(x, *table, interleaved))
+def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first part of each head of `x` [s, b, heads, d] by a table; the rest passes through."""
+    half = cos.shape[-1]
+    rotated, passed = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+        pair = (first * cos - second * sin, second * cos + first * sin)
+        result = torch.stack(pair, dim=-1).flatten(-2)
+    else:
+        first, second = rotated[..., :half], rotated[..., half:]
+        result = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    result = result.to(x.dtype)
+    return result if passed.shape[-1] == 0 else torch.cat((result, passed), dim=-1)
 
 
-class _Rotation(torch.autograd.Function):
-    """Keeps nothing of its input: the gradient is turned back."""
+class Rotation:
+    """Turns the heads of queries and keys. Its backward turns them back, and keeps nothing of its input."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _turned(x, cos, sin, interleaved)
+    def __init__(self, *, interleaved: bool, compile: bool = False):
+        def forward(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+            return turned(x, cos, sin, interleaved), cos, sin
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _turned(grads[0], cos, -sin, ctx.interleaved), None, None, None
+        def backward(needed: tuple[bool, ...], grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+            return (turned(grad, cos, -sin, interleaved),)
 
+        self._turn = Differentiable(forward, backward, compile)
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    wide = x.to(cos.dtype)
-    result = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    (first, second), (new_first, new_second) = (_pairs(each, cos.shape[-1], interleaved) for each in (wide, result))
-    torch.mul(first, cos, out=new_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=new_second).addcmul_(first, sin)
-    result[..., 2 * cos.shape[-1] :] = wide[..., 2 * cos.shape[-1] :]
-    return result.to(x.dtype)
-
-
-def _pairs(x: Tensor, count: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The two numbers of each of the first `count` pairs of a head."""
-    return (
-        (x[..., 0 : 2 * count : 2], x[..., 1 : 2 * count : 2])
-        if interleaved
-        else (x[..., :count], x[..., count : 2 * count])
-    )
+    def __call__(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        """`x` [s, b, heads, d] by the `table` of `rotary_table`."""
+        return self._turn(x, *table)

@@ -89,7 +89,14 @@ def build_stages(
     recompute = Recompute.from_config(config.training)
     stages = []
     for span in stage_spans(config)[mesh.pp.rank]:
-        build = Build(config.model, mesh, precision, recompute=recompute, without_values=without_values)
+        build = Build(
+            config.model,
+            mesh,
+            precision,
+            recompute=recompute,
+            without_values=without_values,
+            compile=config.training.compile,
+        )
         stages.append(GPTStage(build, vocab_size, span, backend, classes))
     return stages
 
