@@ -88,7 +88,7 @@ class _Output(ShardedModule):
     def __init__(self, build: Build, vocab_size: int, *, own_weight: bool):
         super().__init__()
         self.vocab_size, self.group, self.wide = vocab_size, build.mesh.tp, build.precision.wide
-        self.sequence_parallel, self.compile = build.mesh.layout.sequence_parallel, build.compile
+        self.sequence_parallel, self.compiled = build.mesh.layout.sequence_parallel, build.compile
         spec = vocabulary_spec(build, vocab_size, None)
         self.weight = self.add_parameter("weight", spec, build) if own_weight else None
 
@@ -112,7 +112,7 @@ class _Output(ShardedModule):
     def cross_entropy(self, label_smoothing: float) -> OutputCrossEntropy:
         """The loss, without logits."""
         return OutputCrossEntropy(
-            self.group, self.vocab_size, self.wide, self.sequence_parallel, label_smoothing, self.compile
+            self.group, self.vocab_size, self.wide, self.sequence_parallel, label_smoothing, self.compiled
         )
 
 

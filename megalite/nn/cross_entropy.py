@@ -126,10 +126,8 @@ class _Pass:
             x = self.hidden[part] if at is None else self.hidden.index_select(0, at)
             logits = torch.mm(x, self.matrix.t(), out=buffer[: len(x)])
             self._losses_of(logits, self.targets[part], scale, losses[part])
-            if self.hidden_grad is not None and at is None:
-                torch.mm(logits, self.matrix, out=self.hidden_grad[part])
-            elif self.hidden_grad is not None:
-                self.hidden_grad.index_copy_(0, at, logits @ self.matrix)
+            if self.hidden_grad is not None:
+                self.hidden_grad[part if at is None else at] = logits @ self.matrix
             if self.weight_grad is not None:
                 Products().add_weight_gradient(self.weight_grad[: len(self.matrix)], Factor(logits), Factor(x))
         return losses
