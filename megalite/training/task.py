@@ -7,7 +7,6 @@ is measured beside the loss. Samples of all tasks have one form, so the rest of 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -27,8 +26,7 @@ from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import require_eod
 from megalite.distributed.mesh import Mesh
 from megalite.optimizer.schedule import BatchSchedule
-from megalite.precision.backends import ALIGNMENT
-from megalite.training.evaluation import DecisionCounts, Prompts
+from megalite.training.evaluation import DecisionCounts, Prompts, length_multiple
 from megalite.training.objective import TokenLoss
 from megalite.training.resume import TrainingState
 
@@ -256,11 +254,5 @@ class Feed:
 
     @property
     def _trim_multiple(self) -> int | None:
-        """What the length of a batch that is cut to its longest sample must be a multiple of; None: none is cut.
-
-        Scales of FP8 are of what comes after a sample too, so there it should be a multiple in any layout.
-        """
-        if not self.task.short_samples:
-            return None
-        multiple = self.mesh.layout.sequence_multiple
-        return multiple if self.config.precision.fp8_format is None else math.lcm(multiple, ALIGNMENT)
+        """What the length of a batch that is cut to its longest sample must be a multiple of; None: none is cut."""
+        return length_multiple(self.config, self.mesh) if self.task.short_samples else None
