@@ -122,7 +122,7 @@ MISTAKES = [
     "--global-batch-size 7",
     "--bf16 --fp16",
     "--seq-length 128",
-    "--async-save",
+    "--async-save --save runs/a",
     "@examples/none.args",
 ]
 
