@@ -61,7 +61,7 @@ def step_times(config: RunConfig, vocab_size: int, steps: int) -> list[float]:
         begin = time.perf_counter()
         optimizer.begin_step(1)
         hidden = stage(tokens[:, :-1], plain_tokens(tokens[:, :-1]))
-        stage.token_losses(hidden, tokens[:, 1:]).mean().backward()
+        stage.loss(hidden, tokens[:, 1:], scale=1 / (MICRO_BATCH * SEQUENCE)).total.backward()
         optimizer.reduce_gradients()
         optimizer.step(optimizer.measure(1.0), lr=1e-4, decoupled_lr=1e-4, weight_decay=0.01, loss_scale=1.0)
         times.append(time.perf_counter() - begin)

@@ -55,7 +55,7 @@ class Loss(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.stage(tokens[:, :-1], plain_tokens(tokens[:, :-1]))
-        return self.stage.token_losses(hidden, tokens[:, 1:]).mean()
+        return self.stage.loss(hidden, tokens[:, 1:], scale=1 / tokens[:, 1:].numel()).total
 
 
 def build(mesh: Mesh, bf16: bool) -> tuple[GPTStage, Precision]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from megalite.config.check_finetune import finetune_problems, idle_beside_sft_data
 from megalite.config.check_network import idle_scaling, layout_problems, model_problems
 from megalite.config.check_peft import idle_beside_adapters, peft_problems
-from megalite.config.check_precision import precision_problems
+from megalite.config.check_precision import idle_formats, precision_problems
 from megalite.config.check_run import (
     STATE_DTYPES,
     batch_problems,
@@ -66,9 +66,7 @@ def without_effect(config: RunConfig) -> list[str]:
 
 
 def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
-    if not config.precision.fp16:
-        names = ["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"]
-        yield "without --fp16", [f"precision.{name}" for name in names]
+    yield from idle_formats(config.precision)
     kind = config.tokenizer.tokenizer_type
     if kind is not None and kind != "TikTokenizer":
         yield f"with --tokenizer-type {kind}", ["tokenizer.tiktoken_pattern"]
@@ -86,6 +84,8 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         yield "without a format other than fp32 for some state", ["precision.use_precision_aware_optimizer"]
     if config.logging.tensorboard_dir is None:
         yield "without --tensorboard-dir", ["logging.tensorboard_log_interval", "logging.log_memory_to_tensorboard"]
+        if config.logging.metrics_file is None:
+            yield "without --metrics-file or --tensorboard-dir", ["logging.log_fp8_stats"]
     if not config.logging.profile:
         yield "without --profile", ["logging.profile_step_start", "logging.profile_step_end"]
     for name, users in idle_scaling(config.model).items():
@@ -103,9 +103,6 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         yield "with --lr-decay-style constant", [f"learning_rate.{name}" for name in names]
     if config.layout.pipeline_model_parallel_size == 1:
         yield "with --pipeline-model-parallel-size 1", ["layout.pipeline_schedule"]
-    if config.precision.loss_scale is not None:
-        names = ["initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"]
-        yield "with a fixed --loss-scale", [f"precision.{name}" for name in names]
     if config.validation.eval_iters == 0:
         yield "with --eval-iters 0", ["validation.eval_interval", "validation.full_validation"]
     if config.data.mock_data:

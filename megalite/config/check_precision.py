@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megalite.config.fields import all_fields, needs
 from megalite.config.resolve import ffn_width, shards
-from megalite.config.schema import ModelConfig, RunConfig
+from megalite.config.schema import ModelConfig, PrecisionConfig, RunConfig
 
 FP8_BLOCKS = {"blockwise": 128, "mxfp8": 32}
 """Elements in a row that share a scale, by recipe; of a weight of `blockwise` in both dimensions."""
@@ -26,6 +26,20 @@ def precision_problems(config: RunConfig) -> Iterator[str]:
     if precision.grad_reduce_in_bf16 and not precision.bf16:
         yield "--grad-reduce-in-bf16 needs --bf16"
     yield from _fp8_problems(config)
+
+
+def idle_formats(precision: PrecisionConfig) -> Iterator[tuple[str, list[str]]]:
+    """Why settings of number formats can't matter beside the others, and which."""
+    names = "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"
+    dynamic = [f"precision.{name}" for name in names]
+    if not precision.fp16:
+        yield "without --fp16", ["precision.loss_scale", *dynamic]
+    elif precision.loss_scale is not None:
+        yield "with a fixed --loss-scale", dynamic
+    if precision.fp8_amax_compute_algo != "max":
+        yield "without --fp8-amax-compute-algo max", ["precision.fp8_amax_history_len"]
+    elif precision.fp8_amax_history_len == 1:
+        yield "with --fp8-amax-history-len 1", ["precision.fp8_amax_compute_algo"]
 
 
 def _fp8_problems(config: RunConfig) -> Iterator[str]:

@@ -72,8 +72,10 @@ class FlagParser(argparse.ArgumentParser):
         return name in self._option_string_actions
 
     def nearest(self, name: str) -> str | None:
-        """The flag of this parser that is spelt most like `name`."""
-        matches = difflib.get_close_matches(name, list(self._option_string_actions), n=1, cutoff=0.6)
+        """The first flag of this parser that begins with the words of `name`, or the one that is spelt most like it."""
+        options = list(self._option_string_actions)
+        begun = [option for option in options if option.startswith(f"{name}-") and name.strip("-")]
+        matches = begun or difflib.get_close_matches(name, options, n=1, cutoff=0.6)
         return matches[0] if matches else None
 
 

@@ -197,7 +197,8 @@ class TrainingConfig:
     )
     max_skips_in_a_row: int = flag(50, "stop after this many skipped steps in a row, in any precision")
     compile: bool = flag(
-        False, "torch.compile each transformer layer; needs a C++ compiler", planned="torch.compile of the layers"
+        False,
+        "torch.compile for what lies between matrix products: norms, rotations, activations, loss; needs a compiler",
     )
     dump_grads: str | None = flag(
         None, "folder for every parameter's full gradient at the first step of this run", writes="folder"
@@ -245,7 +246,11 @@ class PrecisionConfig:
         choices=("delayed", "tensorwise", "blockwise", "mxfp8"),
     )
     fp8_margin: int = flag(0, "powers of two of headroom in delayed scaling", bound=UP_TO_100)
-    fp8_amax_history_len: int = flag(1, "steps whose maxima delayed scaling looks at")
+    fp8_amax_history_len: int = flag(
+        1,
+        "steps whose maxima delayed scaling looks at, with --fp8-amax-compute-algo max",
+        bound=Bound("must be from 1 to 65536", lambda value: 1 <= value <= 65536),
+    )
     fp8_amax_compute_algo: str = flag(
         "most_recent", "which of these maxima delayed scaling takes", choices=("most_recent", "max")
     )

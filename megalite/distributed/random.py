@@ -21,6 +21,7 @@ from torch import Tensor
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MUL1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MUL2 = 0x94D049BB133111EB - (1 << 64)
+_CACHED = 1 << 15  # numbers hashed at a time on a CPU
 _CHUNK = 1 << 20  # elements filled at a time: bounds the int64 and float64 temporaries
 
 
@@ -64,7 +65,16 @@ def normal(key: Tensor, index: Tensor) -> Tensor:
 
 def keep_mask(key: Tensor, index: Tensor, drop: float) -> Tensor:
     """True with probability 1 - drop for every (key, index)."""
-    return bits(key, index) >= int(drop * 2.0**53)
+    limit = int(drop * 2.0**53)
+    if key.is_cuda or key.ndim == 0:
+        return bits(key, index) >= limit
+    # On a CPU by parts that stay in its caches: every step of the hash reads and writes all of it.
+    key, index = torch.broadcast_tensors(key, index)
+    result = torch.empty(key.shape, dtype=torch.bool)
+    step = max(1, len(result) * _CACHED // max(1, result.numel()))
+    for at in range(0, len(result), step):
+        result[at : at + step] = bits(key[at : at + step], index[at : at + step]) >= limit
+    return result
 
 
 def fill_normal(target: Tensor, key: Tensor, std: float, shape: tuple[int, ...], start: tuple[int, ...]) -> None:

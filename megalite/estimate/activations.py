@@ -11,6 +11,15 @@ from dataclasses import dataclass
 from megalite.config.check_precision import FP8_BLOCKS
 from megalite.config.schema import ROTARY, RunConfig
 
+LOGITS = 1 << 25
+"""Logits that the output layer computes at a time: few of all; but of many tokens, since each chunk of them reads and
+writes the whole gradient of the weight."""
+
+
+def logits_at_a_time(tokens: int, columns: int) -> int:
+    """Of so many tokens' logits, those of chunks that are as equal as can be."""
+    return -(-tokens // max(1, -(-tokens * columns // LOGITS))) * columns
+
 
 @dataclass(frozen=True)
 class ChunkActivations:
@@ -22,9 +31,10 @@ class ChunkActivations:
 
 
 def chunk_activations(
-    config: RunConfig, vocab_size: int, *, layers: int, has_output: bool, fused_attention: bool
+    config: RunConfig, vocab_size: int, *, layers: int, in_fp8: int = 0, has_output: bool, fused_attention: bool
 ) -> ChunkActivations:
-    """Of a resolved configuration, for a chunk of so many layers and perhaps the output.
+    """Of a resolved configuration, for a chunk of so many layers, of which so many compute `in_fp8`, and perhaps the
+    output.
 
     A GPT-2 layer with dropout keeps s·b·h·34 bytes in half precision; with t tensor-parallel ranks s·b·h(10 + 24/t),
     with sequence parallelism s·b·h·34/t; twice that in float32 without the masks. Rotary positions and gated units add
@@ -32,22 +42,21 @@ def chunk_activations(
     upper bound: what waits is in eight bits.
     """
     tokens = config.data.seq_length * config.training.micro_batch_size
-    layer = _Layer.of(config, fused_attention=fused_attention)
+    layer = _Layer.of(config, fused_attention=fused_attention, in_fp8=in_fp8 / max(1, layers))
     kept, working = layer.of_chunk(config, layers)
     working += layer.gradients
     if has_output:
-        compute = compute_bytes(config)
-        logits = compute * -(-vocab_size // config.layout.tensor_model_parallel_size)
-        output = 2 * layer.input + logits  # with input and result of the last norm
+        logits = logits_at_a_time(tokens, -(-vocab_size // config.layout.tensor_model_parallel_size))
+        output = 2 * layer.input  # input and gradient of the last norm
         kept += output
-        working = max(working - output, logits)  # when the layers' backward runs, the output's is over
+        working = max(working - output, compute_bytes(config) * logits / tokens)  # one is over when the other runs
     return ChunkActivations(int(tokens * kept), int(tokens * working))
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Bytes a token. `input`: the layer's; `kept`: all that its backward reads; `again`: the part of it that selective
-    recomputation computes again; `gradients`: of activations, the most at a time."""
+    """Bytes a token, of a mean layer. `input`: the layer's; `kept`: all that its backward reads; `again`: the part of
+    it that selective recomputation computes again; `gradients`: of activations, the most at a time."""
 
     input: float
     kept: float
@@ -55,7 +64,8 @@ class _Layer:
     gradients: float
 
     @classmethod
-    def of(cls, config: RunConfig, *, fused_attention: bool) -> _Layer:
+    def of(cls, config: RunConfig, *, fused_attention: bool, in_fp8: float) -> _Layer:
+        """`in_fp8`: the share of the layers that compute so."""
         model, layout, compute = config.model, config.layout, compute_bytes(config)
         tp = layout.tensor_model_parallel_size
         between = model.hidden_size / (tp if layout.sequence_parallel else 1)
@@ -65,14 +75,14 @@ class _Layer:
         if model.position_embedding_type in ROTARY:
             attention += (heads + groups) * model.kv_channels
         weights = 0.0 if fused_attention else _attention_weights(config) * heads
-        mlp = compute * 2 * up
+        mlp = compute * (up + model.ffn_hidden_size / tp)
         norms = compute * 2 * between  # their results; their inputs are as large
         inputs = norms
         if _inputs_in_eight_bits(config):  # of linear layers; the result of attention is also kept as it is
             normed = "layernorm" in (config.training.recompute_modules or ())  # kept as they are, to be computed again
-            inputs = norms if normed else norms / compute
-            mlp -= (compute - 1) * model.ffn_hidden_size / tp
-            attention += heads * model.kv_channels / compute
+            inputs -= 0.0 if normed else in_fp8 * (norms - norms / compute)
+            mlp -= in_fp8 * (compute - 1) * model.ffn_hidden_size / tp
+            attention += in_fp8 * heads * model.kv_channels / compute
         masks = 2 * between if model.hidden_dropout else 0.0
         modules = _recomputed_modules(config)
         again = {"core_attn": weights, "mlp": mlp, "layernorm": inputs}

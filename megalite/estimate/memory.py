@@ -101,16 +101,17 @@ def data_parallel_bytes(
     ranks: int,
     microbatches: int,
     gradient_bytes: int,
-    parameter_bytes: int,
+    gathered_bytes: int,
     sharded: tuple[bool, bool, bool],
 ) -> int:
     """Bytes that a rank sends to others of its `ranks` in one step (Rajbhandari et al. 2020, section 7).
 
     `sharded`: the optimizer's state, gradients, parameters. A reduce-scatter or a gather sends (d - 1)/d of the whole,
-    an all-reduce twice that. Sharded gradients are reduced, and sharded parameters gathered twice, every microbatch; an
+    an all-reduce twice that. `gradient_bytes`: of one gradient; `gathered_bytes`: of all parameters, in the formats in
+    which they are gathered. Sharded gradients are reduced, and sharded parameters gathered twice, every microbatch; an
     upper bound there, as what is still gathered isn't gathered again.
     """
     state, gradients, gathered = sharded
     reductions = (microbatches if gradients else 1) * (1 if state else 2)
     gathers = 2 * microbatches if gathered else int(state)
-    return (reductions * gradient_bytes + gathers * parameter_bytes) * parameters * (ranks - 1) // ranks
+    return (reductions * gradient_bytes * parameters + gathers * gathered_bytes) * (ranks - 1) // ranks

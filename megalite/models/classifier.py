@@ -2,7 +2,7 @@
 
 Key idea: every token gets scores, as a language model's tokens get logits, and the loss mask picks the last token of
 each text. The head is small, so it is whole on every tensor-parallel rank; with sequence parallelism each rank scores
-its part of the tokens, and only the losses and decisions are put together.
+its part of the tokens, and only the scores are put together.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.distributed.collectives import reduce_from_group
-from megalite.distributed.mesh import Group
 from megalite.distributed.param_spec import DECOUPLED, Init, ParamSpec, replicated
-from megalite.nn.cross_entropy import vocabulary_parallel_cross_entropy
+from megalite.nn.cross_entropy import OutputLoss
 from megalite.nn.linear import linear
 from megalite.nn.module import Build, ShardedModule
 
@@ -24,9 +23,8 @@ class ClassifierHead(ShardedModule):
 
     def __init__(self, build: Build, classes: int):
         super().__init__()
-        self.classes, self.wide, self.group = classes, build.precision.wide, build.mesh.tp
+        self.wide, self.group = build.precision.wide, build.mesh.tp
         self.sequence_parallel = build.mesh.layout.sequence_parallel
-        self.alone = Group((build.mesh.rank,), 0, None)
         self.gradients = build.weight_gradients
         shape = (classes, build.config.hidden_size)
         boxes = replicated(shape, build.place(), partial=self.sequence_parallel)
@@ -37,32 +35,25 @@ class ClassifierHead(ShardedModule):
         """[s, b, h] → [s, b, classes], with sequence parallelism of this rank's part of s."""
         return linear(hidden, self.weight, gradients=self.gradients)
 
-    def losses(self, hidden: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
-        """Cross-entropy in nats of every token, wide [s, b], for `labels` [s, b], equal on all ranks."""
-        scores = self(hidden)
-        losses = vocabulary_parallel_cross_entropy(
-            scores,
-            self._mine(labels),
-            first_column=0,
-            vocab_size=self.classes,
-            group=self.alone,
-            wide=self.wide,
-            label_smoothing=label_smoothing,
-        )
-        return self._all(losses)
+    def loss(
+        self, hidden: Tensor, targets: Tensor, token_indices: Tensor | None, scale: Tensor | float, smoothing: float
+    ) -> OutputLoss:
+        """Cross-entropy of every token, or of those in `token_indices`, for `targets` [n]; equal on all ranks. They are
+        so few that all tokens are scored."""
+        scores = self._all(self(hidden)).flatten(0, 1).to(self.wide)
+        if token_indices is not None:
+            scores = scores[token_indices]
+        losses = F.cross_entropy(scores, targets, reduction="none", label_smoothing=smoothing)
+        return OutputLoss(losses.detach(), losses.sum() * scale)
 
     def decisions(self, hidden: Tensor) -> Tensor:
         """The class with the highest score at every token, int64 [s, b], equal on all ranks."""
         return self._all(self(hidden).argmax(dim=-1))
 
-    def _mine(self, x: Tensor) -> Tensor:
-        """This rank's part of [s, b]."""
-        return x.chunk(self.group.size)[self.group.rank] if self.sequence_parallel else x
-
     def _all(self, x: Tensor) -> Tensor:
-        """[s, b] from the ranks' parts: zeros elsewhere, and the sum."""
+        """[s, ...] from the ranks' parts: zeros elsewhere, and the sum."""
         if not self.sequence_parallel:
             return x
         before, length = self.group.rank * x.shape[0], x.shape[0] * self.group.size
-        x = F.pad(x, (0, 0, before, length - before - x.shape[0]))
+        x = F.pad(x, (*[0, 0] * (x.ndim - 1), before, length - before - x.shape[0]))
         return reduce_from_group(x, self.group)

@@ -6,11 +6,12 @@ by their global number, perhaps the output. One process owns one stage that has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config.schema import ROTARY
@@ -19,7 +20,7 @@ from megalite.distributed.mesh import Group
 from megalite.models.classifier import ClassifierHead
 from megalite.models.stages import StageSpan
 from megalite.nn.attention_backend import AttentionBackend, CoreAttention, core_attention
-from megalite.nn.cross_entropy import vocabulary_parallel_cross_entropy
+from megalite.nn.cross_entropy import OutputCrossEntropy, OutputLoss
 from megalite.nn.dropout import hidden_dropout
 from megalite.nn.embedding import PositionEmbedding, VocabularyParallelEmbedding, vocabulary_spec
 from megalite.nn.linear import linear
@@ -30,6 +31,8 @@ from megalite.nn.rotary import rotary_table
 from megalite.nn.tokens import Tokens, VirtualTokens
 from megalite.nn.transformer import TransformerLayer
 from megalite.optimizer.sharding import Unit
+
+Result = TypeVar("Result")
 
 
 class _Embedding(ShardedModule):
@@ -80,23 +83,23 @@ class _Decoder(ShardedModule):
 
 
 class _Output(ShardedModule):
-    """Hidden states to logits. `own_weight`: a table of its own; else each call brings the embedding's."""
+    """The output over the vocabulary. `own_weight`: a table of its own; else each call brings the embedding's."""
 
     def __init__(self, build: Build, vocab_size: int, *, own_weight: bool):
         super().__init__()
-        self.vocab_size, self.group = vocab_size, build.mesh.tp
-        self.sequence_parallel = build.mesh.layout.sequence_parallel
-        self.weight_gradients = build.weight_gradients
+        self.vocab_size, self.group, self.wide = vocab_size, build.mesh.tp, build.precision.wide
+        self.sequence_parallel, self.compiled = build.mesh.layout.sequence_parallel, build.compile
         spec = vocabulary_spec(build, vocab_size, None)
         self.weight = self.add_parameter("weight", spec, build) if own_weight else None
 
-    def forward(self, hidden: Tensor, tied: Tensor | None, token_indices: Tensor | None = None) -> Tensor:
-        """[s, b, h] → [s, b, local columns]; those of vocabulary padding are left out.
-
-        `token_indices` int64 [n]: only these of the s · b tokens → [n, local columns].
-        """
+    def forward(self, hidden: Tensor, tied: Tensor | None, compute: Callable[[Tensor, Tensor], Result]) -> Result:
+        """`compute`, of hidden states [s, b, h] and the table [local rows, h]: one of the methods below."""
         weight = tied if self.weight is None else self.weight
         assert weight is not None
+        return compute(hidden, weight)
+
+    def logits(self, hidden: Tensor, weight: Tensor, token_indices: Tensor | None) -> Tensor:
+        """[s, b, local columns], or of `token_indices` [n, local columns]; without those of vocabulary padding."""
         rows = max(0, min(self.vocab_size - self.group.rank * weight.shape[0], weight.shape[0]))
         group: Group | None = self.group
         gather = self.sequence_parallel
@@ -104,7 +107,13 @@ class _Output(ShardedModule):
             hidden, group, gather = gather_sequence(hidden, self.group), None, False
         if token_indices is not None:
             hidden = hidden.flatten(0, 1).index_select(0, token_indices)
-        return linear(hidden, weight, group, gather=gather, rows=rows, gradients=self.weight_gradients)
+        return linear(hidden, weight, group, gather=gather, rows=rows)
+
+    def cross_entropy(self, label_smoothing: float) -> OutputCrossEntropy:
+        """The loss, without logits."""
+        return OutputCrossEntropy(
+            self.group, self.vocab_size, self.wide, self.sequence_parallel, label_smoothing, self.compiled
+        )
 
 
 class GPTStage(ShardedModule):
@@ -178,7 +187,8 @@ class GPTStage(ShardedModule):
         `token_indices` int64 [n]: only of these of the s · b tokens, [n, local columns].
         """
         assert self.output_layer is not None
-        logits: Tensor = self.output_layer(hidden, self.output_weight, token_indices)
+        compute = partial(self.output_layer.logits, token_indices=token_indices)
+        logits: Tensor = self.output_layer(hidden, self.output_weight, compute)
         return logits
 
     def units(self, chunk: int) -> Iterator[Unit]:
@@ -191,43 +201,44 @@ class GPTStage(ShardedModule):
             if module is not None:
                 own = [self.output_weight] if module is self.output_layer else module.parameters()
                 members = [named[each] for each in own]
-                yield Unit(module, chunk, members, then, backward_reads=module is not first)
+                needed = module not in (first, self.output_layer)  # the output's gradients are formed in its forward
+                yield Unit(module, chunk, members, then, backward_reads=needed)
 
-    def token_losses(
-        self, hidden: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, token_indices: Tensor | None = None
-    ) -> Tensor:
-        """Cross-entropy in nats of every token, wide [s, b], for `labels` [b, s]: the next tokens, or classes.
+    def loss(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        *,
+        scale: Tensor | float = 1.0,
+        label_smoothing: float = 0.0,
+        token_indices: Tensor | None = None,
+    ) -> OutputLoss:
+        """Cross-entropy in nats of `hidden` [s, b, h] for `labels` [b, s]: the next tokens, or classes. Of every token
+        [s, b], or of those in `token_indices`, int64 [n] of the s · b. Virtual tokens have none.
 
-        `token_indices` int64 [n]: only of these of the s · b tokens, wide [n]; the output layer then computes no
-        others. Virtual tokens have none.
+        `scale`: what a token's loss counts for in the total, [].
         """
-        virtual = self.sequence_length(0)  # dropped last: with sequence parallelism no rank's part has them all
+        targets = labels.t().flatten()
         if token_indices is not None:
-            token_indices = token_indices + virtual * labels.shape[0]
+            targets = targets[token_indices]
+        virtual = self.sequence_length(0) * labels.shape[0]
+        indices = token_indices
         if virtual:
-            labels = F.pad(labels, (virtual, 0))
-        losses = self._losses(hidden, labels.t(), token_indices, label_smoothing)
-        return losses[virtual:] if virtual and token_indices is None else losses
+            indices = virtual + (torch.arange(len(targets), device=labels.device) if indices is None else indices)
+        if self.classifier is not None:
+            loss = self.classifier.loss(hidden, targets, indices, scale, label_smoothing)
+        else:
+            assert self.output_layer is not None
+            compute = partial(
+                self.output_layer.cross_entropy(label_smoothing), targets=targets, token_indices=indices, scale=scale
+            )
+            loss = self.output_layer(hidden, self.output_weight, compute)
+        return loss if token_indices is not None else loss._replace(tokens=loss.tokens.view(labels.t().shape))
 
     def decisions(self, hidden: Tensor) -> Tensor:
         """A classifier's decision at every token, int64 [s, b]."""
         assert self.classifier is not None
         return self.classifier.decisions(hidden)[self.sequence_length(0) :]
-
-    def _losses(self, hidden: Tensor, labels: Tensor, token_indices: Tensor | None, label_smoothing: float) -> Tensor:
-        """Of `labels` [s, b]: [s, b], or [n] of those counted."""
-        if self.classifier is not None:  # small enough to score all
-            losses = self.classifier.losses(hidden, labels, label_smoothing=label_smoothing)
-            return losses if token_indices is None else losses.flatten()[token_indices]
-        return vocabulary_parallel_cross_entropy(
-            self.logits(hidden, token_indices),
-            labels if token_indices is None else labels.flatten()[token_indices],
-            first_column=self.group.rank * self.output_weight.shape[0],
-            vocab_size=self.vocab_size,
-            group=self.group,
-            wide=self.wide,
-            label_smoothing=label_smoothing,
-        )
 
 
 def units_of(stages: Sequence[GPTStage]) -> list[Unit]:

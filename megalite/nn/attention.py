@@ -21,7 +21,7 @@ from megalite.nn.attention_backend import CoreAttention
 from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.nn.module import Build, ShardedModule
 from megalite.nn.norm import Norm
-from megalite.nn.rotary import rotate
+from megalite.nn.rotary import Rotation
 from megalite.nn.tokens import Tokens
 
 
@@ -86,7 +86,8 @@ class GroupedQueryAttention(SelfAttention):
         config, place = build.config, build.place()
         heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
         queries = heads // groups
-        self.interleaved, self.group = config.rotary_interleaved, build.mesh.tp
+        self.rotate = Rotation(interleaved=config.rotary_interleaved, compile=build.compile)
+        self.group = build.mesh.tp
         self.share = place.tp // groups if build.precision.fp8 is not None else 1  # ranks that sum a key's gradients
         local_groups = max(1, groups // place.tp)
         self.local_queries = heads // place.tp // local_groups  # of a group on this rank
@@ -116,10 +117,10 @@ class GroupedQueryAttention(SelfAttention):
         fused = self.linear_qkv(x, tokens).unflatten(-1, self.local_shape)
         if self.share > 1:
             fused = cast(Tensor, _SumOnFirst.apply(fused, self.share, self.group))
-        q = fused[..., : self.local_queries, :].flatten(2, 3)
-        k, v = fused[..., self.local_queries, :], fused[..., self.local_queries + 1, :]
+        q, k, v = fused.split((self.local_queries, 1, 1), dim=-2)  # one gradient, where slices would have three
+        q, k, v = q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if tokens.rotary is not None:
-            q, k = (rotate(each, tokens.rotary, interleaved=self.interleaved) for each in (q, k))
+            q, k = self.rotate(q, tokens.rotary), self.rotate(k, tokens.rotary)
         return q, k, v

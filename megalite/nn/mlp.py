@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.distributed.param_spec import Init, cut
 from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.nn.module import Build, ShardedModule
+from megalite.nn.pure import Differentiable
 from megalite.nn.tokens import Tokens
+
+
+def gated_silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up of [..., gate + up]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up, x
+
+
+def gated_silu_gradient(needed: tuple[bool, ...], grad: Tensor, x: Tensor) -> tuple[Tensor]:
+    gate, up = x.chunk(2, dim=-1)
+    return (torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)), dim=-1),)
 
 
 class MLP(ShardedModule):
@@ -24,7 +37,7 @@ class MLP(ShardedModule):
         super().__init__()
         config, place = build.config, build.place()
         inner, hidden = config.ffn_hidden_size, config.hidden_size
-        self.gated = config.swiglu
+        self.gated, self.gated_silu = config.swiglu, Differentiable(gated_silu, gated_silu_gradient, build.compile)
         self.squared_relu = config.squared_relu
         self.gelu = "tanh" if config.openai_gelu else "none"
         local = inner // place.tp
@@ -40,8 +53,7 @@ class MLP(ShardedModule):
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
         y = self.linear_fc1(x, tokens)
         if self.gated:
-            gate, up = y.chunk(2, dim=-1)
-            y = F.silu(gate) * up
+            y = self.gated_silu(y)
         elif self.squared_relu:
             y = F.relu(y).square()
         else:

@@ -27,7 +27,8 @@ from megalite.precision.products import Products, Role
 class Build:
     """All that a block needs to be built: the resolved network configuration, this rank's mesh, the number formats.
 
-    `without_values`: parameters have a shape but no memory; whoever shards them gives them some.
+    `without_values`: parameters have a shape but no memory; whoever shards them gives them some. `compile`: pure
+    functions are compiled.
     """
 
     config: ModelConfig
@@ -36,6 +37,7 @@ class Build:
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     recompute: Recompute = field(default_factory=Recompute)
     without_values: bool = False
+    compile: bool = False
 
     def in_layer(self, number: int) -> Build:
         """This, for a layer, counted from 0: some may be kept out of eight bits."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite.config.check_network import yarn_turns
 from megalite.config.schema import ModelConfig
+from megalite.nn.pure import Differentiable
 
 
 def rotary_width(config: ModelConfig) -> int:
@@ -130,17 +131,33 @@ def rotary_table(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) 
     return angles.cos() * factor, angles.sin() * factor
 
 
-def rotate(x: Tensor, table: tuple[Tensor, Tensor], *, interleaved: bool) -> Tensor:
-    """Rotate the first part of each head of `x` [s, b, heads, d]; the rest passes through."""
-    cos, sin = table
+def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first part of each head of `x` [s, b, heads, d] by a table; the rest passes through."""
     half = cos.shape[-1]
-    turned, passed = x[..., : 2 * half], x[..., 2 * half :]
+    rotated, passed = x[..., : 2 * half], x[..., 2 * half :]
     if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
         pair = (first * cos - second * sin, second * cos + first * sin)
         result = torch.stack(pair, dim=-1).flatten(-2)
     else:
-        first, second = turned[..., :half], turned[..., half:]
+        first, second = rotated[..., :half], rotated[..., half:]
         result = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     result = result.to(x.dtype)
     return result if passed.shape[-1] == 0 else torch.cat((result, passed), dim=-1)
+
+
+class Rotation:
+    """Turns the heads of queries and keys. Its backward turns them back, and keeps nothing of its input."""
+
+    def __init__(self, *, interleaved: bool, compile: bool = False):
+        def forward(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+            return turned(x, cos, sin, interleaved), cos, sin
+
+        def backward(needed: tuple[bool, ...], grad: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+            return (turned(grad, cos, -sin, interleaved),)
+
+        self._turn = Differentiable(forward, backward, compile)
+
+    def __call__(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        """`x` [s, b, heads, d] by the `table` of `rotary_table`."""
+        return self._turn(x, *table)

@@ -22,13 +22,13 @@ from megalite.optimizer.transport import TimedPending, Transport
 
 class Gatherer:
     """Base: what gathers share. `recorder` as in `GradientReducer`. `in_backward`: what a chunk runs at present.
-    `peak_elements`: most sharded parameters that were gathered at a time."""
+    `peak_elements`, `peak_bytes`: most sharded parameters that were gathered at a time."""
 
     def __init__(self, buckets: Sequence[Bucket], transport: Transport, units: Sequence[Unit], sharding: Sharding):
         self.buckets = [bucket for bucket in buckets if bucket.sharding.state]
         self.transport, self.units, self.overlap = transport, units, sharding.overlap_gather
         self.recorder: Recorder | None = None
-        self.in_backward, self.peak_elements = False, 0
+        self.in_backward, self.peak_elements, self.peak_bytes = False, 0, 0
         self._pending: dict[Bucket, TimedPending] = {}
         holding = {slot.parameter: bucket for bucket in self.buckets for slot in bucket.slots}
         self.buckets_of = [
@@ -139,6 +139,7 @@ class UnitGatherer(Gatherer):
         bucket.params.untyped_storage().resize_(bucket.size * bucket.params.element_size())
         self._gathered.append(bucket)
         self.peak_elements = max(self.peak_elements, sum(bucket.size for bucket in self._gathered))
+        self.peak_bytes = max(self.peak_bytes, sum(bucket.params.nbytes for bucket in self._gathered))
         self._start(bucket)
 
     def _release(self, bucket: Bucket) -> None:

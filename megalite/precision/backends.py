@@ -1,8 +1,8 @@
 """Who computes the product of two quantised matrices: an emulation, torch's FP8 GEMMs or Transformer Engine's.
 
 Key idea: the operands are numbers and scales already (`precision.scaling`), and a back end adds no rounding but that of
-its sums, which are float32. So all of them compute one thing, and the emulation, which runs on any device and in any
-wide dtype, is the proof of the others.
+its sums, which are float32, or in tensor cores a little less. So all of them compute one thing, and the emulation,
+which runs on any device and in any wide dtype, is the proof of the others.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ which the largest magnitude fits (Peng et al. 2023, FP8-LM): so the numbers that
 dtype, and a checkpoint of those loads anywhere. A second moment above zero stays above zero: at zero the update, which
 its root divides, would be without bound. What is too small for the format is raised, so its steps are too short.
 
-Eight bits hold a first moment in E4M3, and a second one as a logarithm: it has no sign, and 255 steps of 2^(1/8) cover
-2^32 evenly, where its root in E4M3 would take steps of up to a quarter. Held so, a second moment with a beta2 of 0.999
-varies by 20 % around its mean from rounding (bf16: 4 %; the root in E4M3: 28 %), and updates are 1 % larger on average.
+Eight bits hold a first moment in E4M3, and a second one as a logarithm: it has no sign, and 254 steps of 2^(1/8) cover
+2^31.75 evenly, where its root in E4M3 would take steps of up to a quarter. Held so, a second moment with a beta2 of
+0.999 varies by 20 % around its mean from rounding (bf16: 4 %; the root in E4M3: 28 %), and updates are 1.5 % larger on
+average.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from megalite.data.tokenizer_base import Tokenizer
 from megalite.distributed.collectives import all_gather_objects, all_reduce
 from megalite.distributed.mesh import Mesh
 from megalite.models.gpt import GPTStage
+from megalite.precision.backends import ALIGNMENT
 from megalite.training.engine import Engine
 
 
@@ -110,15 +111,26 @@ class Prompts:
     ends: Collection[int]
 
 
+def length_multiple(config: RunConfig, mesh: Mesh) -> int:
+    """What the length of a batch must be a multiple of where it follows from the samples.
+
+    Scales of FP8 are of what comes after a sample too, so there it should be a multiple in any layout.
+    """
+    multiple = mesh.layout.sequence_multiple
+    return multiple if config.precision.fp8_format is None else math.lcm(multiple, ALIGNMENT)
+
+
 @dataclass
 class Continuations:
-    """`length`: the most ids of a text and its answer; each of the prompts is shorter."""
+    """`length`: the most ids of a text and its answer; each of the prompts is shorter. Rows are as long as a multiple
+    of `multiple`."""
 
     mesh: Mesh
     engine: Engine
     tokenizer: Tokenizer
     prompts: Prompts
     length: int
+    multiple: int
 
     def texts(self) -> list[str]:
         """What follows each prompt where the likeliest token is taken each time. Collective over the world."""
@@ -165,8 +177,7 @@ class Continuations:
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> Microbatch:
         """The texts as rows; attention is causal, so no text sees its padding. The loss counts their last places."""
-        multiple = self.mesh.layout.sequence_multiple
-        width = -(-max(map(len, texts)) // multiple) * multiple
+        width = min(-(-max(map(len, texts)) // self.multiple) * self.multiple, self.length)
         tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
         mask = torch.zeros(tokens.shape, dtype=torch.bool)
         mask[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])] = True

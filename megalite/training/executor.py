@@ -140,23 +140,26 @@ class GPTExecutor:
         with torch.set_grad_enabled(self._training):
             hidden = stage(batch.tokens if received is None else received, tokens)
             losses = self._losses(stage, hidden, host, batch)
-            for loss in losses:
-                self.loss_sum += loss.detach()
+            for loss, _ in losses:
+                self.loss_sum += loss
             sent = [] if stage.span.has_output else [hidden]
             if self._training:
-                ends = [get_gradient_edge(end) for end in (*sent, *(loss * self._scale for loss in losses))]
+                ends = [get_gradient_edge(end) for end in (*sent, *(scaled for _, scaled in losses))]
                 self._kept[chunk, microbatch] = _Kept(ends, received)
         return {HIDDEN: hidden.detach()} if sent else None
 
-    def _losses(self, stage: GPTStage, hidden: Tensor, host: Microbatch, batch: Microbatch) -> list[Tensor]:
-        """What a stage adds to the summed loss of a microbatch, on the host and on the device."""
+    def _losses(
+        self, stage: GPTStage, hidden: Tensor, host: Microbatch, batch: Microbatch
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What a stage adds to the summed loss of a microbatch, which is on the host and on the device; and where the
+        backward of it begins."""
         if not stage.span.has_output:
             return []
         if self.on_evaluated is not None and not self._training:
             self.on_evaluated(stage, hidden, batch)
         indices = self.objective.token_indices(host)
         indices = None if indices is None else self.mesh.upload(indices)
-        return [self.objective.loss(stage, hidden, batch, indices, training=self._training)]
+        return [self.objective.loss(stage, hidden, batch, indices, scale=self._scale, training=self._training)]
 
     def backward(self, chunk: int, microbatch: int, output_grads: Tensors | None = None) -> Tensors | None:
         """Accumulate the gradients of a chunk's parameters; return those of its inputs."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megalite.distributed.collectives import broadcast_object
 from megalite.training.diagnostics import Profiler
-from megalite.training.evaluation import Continuations, Evaluator
+from megalite.training.evaluation import Continuations, Evaluator, length_multiple
 from megalite.training.memory import measured_step, peak_process_memory
 from megalite.training.metrics import EvaluationRecord, StepRecord, evaluated_splits, make_sinks
 from megalite.training.report import opening_block, say, size
@@ -165,5 +165,6 @@ class Loop:
         prompts, tokenizer = parts.prepared.prompts, parts.prepared.tokenizer
         if prompts is not None:
             length = self.config.data.seq_length
-            written = Continuations(self.mesh, parts.engine, tokenizer, prompts, length).texts()
+            multiple = length_multiple(self.config, self.mesh)
+            written = Continuations(self.mesh, parts.engine, tokenizer, prompts, length, multiple).texts()
             self.say(*(f"prompt: {p}\n  model: {answer}" for p, answer in zip(prompts.texts, written, strict=True)))

@@ -106,9 +106,9 @@ def measured_step(trainer: Trainer) -> tuple[StepRecord, list[str]]:
         record = trainer.step()
         optimizer.finish_gathers()
     peak, held = memory.peak, optimizer.held_bytes()
-    if mesh.device.type == "cpu" and optimizer.gatherer.peak_elements:
+    if mesh.device.type == "cpu":
         # Their storages grow and shrink unseen by operators; on a GPU the allocator has counted them.
-        peak += optimizer.gatherer.peak_elements * optimizer.buckets[0].params.element_size()
+        peak += optimizer.gatherer.peak_bytes
     frozen = sum(p.nbytes for stage in model.stages for p in stage.parameters() if not p.requires_grad)
     mine = [held["parameters"] + frozen, held["gradients"], held["main"], held["moments"]]
     everyone = all_gather_objects([*mine, peak, optimizer.transport.bytes_sent - sent], mesh.world)
@@ -129,13 +129,13 @@ def _predicted(trainer: Trainer) -> list[int]:
     model, mesh, precision = trainer.model, trainer.mesh, trainer.model.precision
     count = model.config.microbatches_per_step(mesh.dp.size)
     memory = predicted_memory(model.config, model.stages, trainer.engine.schedules.training(count), mesh)
-    sharding = trainer.optimizer.sharding
+    sharding, ranks = trainer.optimizer.sharding, mesh.dp_cp.size
     sent = data_parallel_bytes(
         parameters=memory.local_parameters,
-        ranks=mesh.dp_cp.size,
+        ranks=ranks,
         microbatches=count,
         gradient_bytes=precision.reduce.itemsize if precision.wide.itemsize == 4 else precision.wide.itemsize,
-        parameter_bytes=precision.compute.itemsize,
+        gathered_bytes=memory.parameters * (ranks if sharding.parameters else 1),
         sharded=(sharding.state, sharding.gradients, sharding.parameters),
     )
     state = [memory.parameters, memory.main_gradients, memory.main_parameters, memory.moments]

@@ -89,7 +89,14 @@ def build_stages(
     recompute = Recompute.from_config(config.training)
     stages = []
     for span in stage_spans(config)[mesh.pp.rank]:
-        build = Build(config.model, mesh, precision, recompute=recompute, without_values=without_values)
+        build = Build(
+            config.model,
+            mesh,
+            precision,
+            recompute=recompute,
+            without_values=without_values,
+            compile=config.training.compile,
+        )
         stages.append(GPTStage(build, vocab_size, span, backend, classes))
     return stages
 
@@ -129,10 +136,10 @@ def build_model(
     return TrainedModel(config, mesh, precision, vocab_size, classes, stages, adapter, optimizer, scaling, from_base)
 
 
-def fp8_weights(stages: Iterable[GPTStage]) -> Iterator[tuple[str, nn.Parameter, Fp8Products]]:
-    """(global name, weight, products) of the linear layers that compute in FP8."""
-    for stage in stages:
-        for name, module in stage.named_modules():
+def fp8_weights(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter, Fp8Products]]:
+    """(name, weight, products) of the linear layers that compute in FP8; in stages the names are global."""
+    for part in parts:
+        for name, module in part.named_modules():
             if isinstance(module, ParallelLinear) and isinstance(module.products, Fp8Products):
                 yield f"{name}.weight", module.weight, module.products
 

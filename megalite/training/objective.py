@@ -15,8 +15,6 @@ from torch import Tensor
 from megalite.data.microbatch import Microbatch
 from megalite.models.gpt import GPTStage
 
-_WORTH = 0.9  # of all tokens: a copy of those counted is read and written, which costs less than a tenth of the layer
-
 
 class TokenLoss:
     """The mean cross-entropy of the tokens that count, in nats: of next tokens or labels."""
@@ -30,16 +28,23 @@ class TokenLoss:
         return torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
 
     def token_indices(self, batch: Microbatch) -> Tensor | None:
-        """Which of the s · b tokens of a microbatch on the host the output layer is to compute, int64 [n]: those
-        counted, where that leaves out enough for it to gain; else None. On the host nothing waits for the device."""
-        counted = batch.loss_mask.t().flatten().nonzero().flatten()
-        return counted if 0 < len(counted) <= _WORTH * batch.loss_mask.numel() else None
+        """Which of the s · b tokens of a microbatch on the host count, int64 [n]; None: all. The output layer computes
+        no others. On the host nothing waits for the device."""
+        counted = batch.loss_mask.t().flatten()
+        return None if counted.all() else counted.nonzero().flatten()
 
     def loss(
-        self, stage: GPTStage, hidden: Tensor, batch: Microbatch, token_indices: Tensor | None, *, training: bool
-    ) -> Tensor:
-        """What a microbatch adds to the summed loss, wide []: from the last stage's `hidden` [s, b, h]. `batch` and
-        `token_indices` are on its device."""
+        self,
+        stage: GPTStage,
+        hidden: Tensor,
+        batch: Microbatch,
+        token_indices: Tensor | None,
+        *,
+        scale: Tensor | float,
+        training: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """What a microbatch adds to the summed loss, wide [], and that times `scale`, where its backward begins; from
+        the last stage's `hidden` [s, b, h]. `batch` and `token_indices` are on its device."""
         smoothing = self.label_smoothing if training else 0.0
-        losses = stage.token_losses(hidden, batch.labels, label_smoothing=smoothing, token_indices=token_indices)
-        return (losses if token_indices is not None else losses.where(batch.loss_mask.t(), 0.0)).sum()
+        loss = stage.loss(hidden, batch.labels, scale=scale, label_smoothing=smoothing, token_indices=token_indices)
+        return loss.tokens.sum(), loss.total

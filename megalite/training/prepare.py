@@ -23,6 +23,7 @@ from megalite.data.tokenizers import build_tokenizer, require_eod
 from megalite.distributed.launch import Environment, choose_device, set_threads
 from megalite.distributed.layout import Layout
 from megalite.nn.attention_backend import AttentionBackend, choose_backend, try_kernel
+from megalite.nn.pure import compiler_problems
 from megalite.optimizer.fused import check_adam_backend
 from megalite.optimizer.schedule import BatchSchedule
 from megalite.peft.checks import adapter_problems, check_resumed_adapter
@@ -132,6 +133,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
             try_kernel(config, backend, device)
         problems = [*check_token_files(config), *check_sinks(config), *check_adam_backend(config, device.type)]
         problems += check_fp8_backend(config.precision, device)
+        problems += compiler_problems(config.training.compile, device.type)
         refuse([*problems, *run_problems(config, environment.world_size)])
         for given in filter(None, (config.checkpoint.load, config.checkpoint.pretrained_checkpoint)):
             refuse_other_kind(Path(given), "--load")

@@ -70,6 +70,7 @@ def predicted_memory(
             config,
             stage.vocab_size,
             layers=len(stage.decoder.layers),
+            in_fp8=sum(any(fp8_weights([layer])) for layer in stage.decoder.layers.values()),
             has_output=stage.output_layer is not None,
             fused_attention=stage.core.backend.kernel != "unfused",
         )
@@ -165,7 +166,8 @@ def opening_block(model: TrainedModel, datasets: Datasets, *, threads: int, iter
         *_model_lines(model),
         _layout_line(config, model.mesh, threads),
         f"precision: {model.precision.name}; attention: {backend.kernel} ({backend.reason}); "
-        f"norm: torch {config.model.normalization}; optimizer: {model.optimizer.description}",
+        f"norm: {config.model.normalization}; optimizer: {model.optimizer.description}",
+        *(["between matrix products: torch.compile"] if training.compile else []),
         *([model.precision.fp8.description] if model.precision.fp8 else []),
         f"batch: {training.global_batch_size} sequences of {'up to ' if short else ''}{config.data.seq_length} tokens "
         f"a step, micro batch {training.micro_batch_size}; {of:,} steps, starting after {iteration:,}",

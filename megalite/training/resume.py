@@ -27,7 +27,7 @@ from megalite.checkpoint.storage import (
 from megalite.config.errors import UserError
 from megalite.config.schema import CheckpointConfig, RunConfig
 from megalite.data.tokenizer_base import Tokenizer
-from megalite.distributed.collectives import broadcast_object
+from megalite.distributed.collectives import all_gather_objects, broadcast_object
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece, whole
 from megalite.nn.module import specs_of
@@ -242,8 +242,7 @@ def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress
     if with_optimizer:
         histories = {f"optimizer.{key}": piece.spec.shape for key, piece in model.scaling.state()}
         missing = {key for key, shape in histories.items() if key not in stored or stored[key].shape != shape}
-        if missing:
-            notes.append(f"note: {directory.path} has no FP8 history for {len(missing)} layers: it starts anew there")
+        notes += _anew_note(directory, len(missing), model)
         new |= missing
     pieces = _named_by_source((piece for piece in entries if piece.name not in new), directory, model)
     load_checkpoint(directory, mesh=model.mesh, pieces=pieces, strict=not new_head)
@@ -271,6 +270,14 @@ def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress
     stored_schedule = Schedule.from_dict(values["schedule"], progress.schedule)
     progress.schedule, more = _choose_schedule(config, progress.schedule, stored_schedule)
     return notes + more
+
+
+def _anew_note(directory: CheckpointDirectory, missing: int, model: TrainedModel) -> list[str]:
+    """Says that FP8 histories start anew, `missing` of them on this rank. Collective over the pipeline's ranks."""
+    if model.precision.fp8 is None or not (count := sum(all_gather_objects(missing, model.mesh.pp))):
+        return []
+    what = f"FP8 history of --fp8-amax-history-len {model.precision.fp8.length} for {count} linear layers"
+    return [f"note: {directory.path} has no {what}: it starts anew there"]
 
 
 def _read_state(directory: CheckpointDirectory, values: Mapping[str, Any], config: RunConfig) -> TrainingState:

@@ -26,7 +26,7 @@ from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import require_eod
 from megalite.distributed.mesh import Mesh
 from megalite.optimizer.schedule import BatchSchedule
-from megalite.training.evaluation import DecisionCounts, Prompts
+from megalite.training.evaluation import DecisionCounts, Prompts, length_multiple
 from megalite.training.objective import TokenLoss
 from megalite.training.resume import TrainingState
 
@@ -255,4 +255,4 @@ class Feed:
     @property
     def _trim_multiple(self) -> int | None:
         """What the length of a batch that is cut to its longest sample must be a multiple of; None: none is cut."""
-        return self.mesh.layout.sequence_multiple if self.task.short_samples else None
+        return length_multiple(self.config, self.mesh) if self.task.short_samples else None

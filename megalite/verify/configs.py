@@ -48,9 +48,10 @@ def _starting_weights(given: CheckpointConfig) -> CheckpointConfig:
 
 
 def on_one_process(config: RunConfig) -> RunConfig:
-    """Without any layout, schedule or recompute: the truth."""
+    """Without any layout, schedule, recompute or compiled code: the truth."""
     config = copy.deepcopy(config)
     config.precision.fp8_param_gather = False  # there are no shards to gather
+    config.training.compile = False
     kept = {name: getattr(config.layout, name) for name in WHERE_NOT_HOW}
     config.layout = LayoutConfig(**kept)
     for field in fields(config.training):

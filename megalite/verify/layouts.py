@@ -50,6 +50,7 @@ class Variant:
         layout.pipeline_schedule = self.schedule
         layout.use_distributed_optimizer, layout.data_parallel_sharding_strategy = False, self.sharding
         layout.overlap_grad_reduce = layout.overlap_param_gather = self.sharding != "no_shard"
+        config.precision.fp8_param_gather &= self.sharding != "no_shard"  # which gathers nothing
         training.recompute_granularity = self.recompute
         if self.recompute == "full":
             training.recompute_method, training.recompute_num_layers = "uniform", 1

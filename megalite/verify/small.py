@@ -62,6 +62,8 @@ def shrink(
     _small_stages(config, given)
     _small_batch(config, 16 * tp * config.layout.context_parallel_size, folder)
     _fit_blocks(config, tp)
+    _fit_edges(config)
+    config.precision.fp8_param_gather &= shards(config)  # one data-parallel rank gathers nothing
     training.micro_batch_size = min(training.micro_batch_size or 1, 2)
     training.global_batch_size = training.micro_batch_size * data_parallel_size * 2 * pp
     # In the few steps of a proof a warm-up of a real run's length would leave the weights where they are.
@@ -92,6 +94,19 @@ def _fit_blocks(config: RunConfig, tp: int) -> None:
     model.ffn_hidden_size = -(-model.ffn_hidden_size // multiple) * multiple
     while cut_blocks(model, recipe, tp):
         model.kv_channels, model.hidden_size = 2 * model.kv_channels, 2 * model.hidden_size
+
+
+def _fit_edges(config: RunConfig) -> None:
+    """Leave a layer for FP8 where the first and last ones that compute without it would be all: then at most one at
+    each end has none."""
+    precision, layers = config.precision, config.model.num_layers or 0
+    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    if precision.first_last_layers_bf16 and start + end >= layers:
+        start = min(start, 1)
+        precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16 = (
+            start,
+            min(end, 1, layers - 1 - start),
+        )
 
 
 def _small_stages(config: RunConfig, given: RunConfig) -> None:
@@ -183,6 +198,7 @@ def for_matrix(config: RunConfig, variant: Variant, folder: Path | None = None) 
     model.num_query_groups = 2 if model.group_query_attention else 1
     model.ffn_hidden_size, model.kv_channels = 96, 8
     _fit_blocks(config, variant.tp)
+    _fit_edges(config)
     _small_batch(config, 16, folder)
     config.training.micro_batch_size, config.training.global_batch_size = 1, 2 * variant.pp * variant.dp
     return config

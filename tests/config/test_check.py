@@ -185,3 +185,14 @@ def test_a_setting_that_does_nothing_beside_the_others_is_said() -> None:
     assert without_effect(given("--use-precision-aware-optimizer --exp-avg-dtype bf16")) == []
     (line,) = without_effect(given("--use-precision-aware-optimizer"))
     assert line.startswith("--use-precision-aware-optimizer has no effect without")
+    (line,) = without_effect(given("--bf16 --fp8-format hybrid --fp8-amax-history-len 1024"))
+    assert line == "--fp8-amax-history-len 1024 has no effect without --fp8-amax-compute-algo max"
+    (line,) = without_effect(given("--bf16 --fp8-format hybrid --fp8-amax-compute-algo max"))
+    assert line == "--fp8-amax-compute-algo max has no effect with --fp8-amax-history-len 1"
+    history = "--fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
+    assert without_effect(given(f"--bf16 --fp8-format hybrid {history}")) == []
+    statistics = "--bf16 --fp8-format hybrid --log-fp8-stats"
+    (line,) = without_effect(given(statistics))
+    assert line == "--log-fp8-stats has no effect without --metrics-file or --tensorboard-dir"
+    assert without_effect(given(f"{statistics} --metrics-file m")) == []
+    assert without_effect(given(f"{statistics} --tensorboard-dir d")) == []

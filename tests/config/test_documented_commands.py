@@ -124,7 +124,7 @@ MISTAKES = [
     "--global-batch-size 7",
     "--bf16 --fp16",
     "--seq-length 128",
-    "--compile",
+    "--async-save --save runs/a",
     "@examples/none.args",
 ]
 

@@ -119,6 +119,7 @@ def test_a_whole_number_is_never_rounded(flag: str, text: str, problem: str) -> 
     [
         (["--num-layer", "2"], "unknown flag --num-layer; did you mean --num-layers?"),
         (["--micro-batch", "2"], "unknown flag --micro-batch; did you mean --micro-batch-size?"),  # no abbreviations
+        (["--fp8", "hybrid"], "unknown flag --fp8; did you mean --fp8-format?"),  # and not --fp64
         (["--num_layers", "2"], "unknown flag --num_layers; did you mean --num-layers?"),
         (["--hiden-size=64"], "unknown flag --hiden-size; did you mean --hidden-size?"),
         (["--moe-router-topkk", "2"], "unknown flag --moe-router-topkk; did you mean --moe-router-topk?"),

@@ -41,7 +41,7 @@ def loss_sum(model: GPTStage, arrays: Item) -> tuple[float, int]:
     batch = Microbatch.from_arrays(arrays)
     info = Tokens.whole(batch.position_ids, batch.document_ids)
     with torch.no_grad():
-        losses = model.token_losses(model(batch.tokens, info), batch.labels)
+        losses = model.loss(model(batch.tokens, info), batch.labels).tokens
     return losses.where(batch.loss_mask.t(), 0.0).sum().item(), int(batch.loss_mask.sum())
 
 

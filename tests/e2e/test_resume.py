@@ -189,6 +189,14 @@ def test_fp8_histories_and_weights_stored_in_fp8_fit_any_layout_and_do_not_grow(
     assert sizes[0] == sizes[1] and sum("fp8_amax" in name for name in sizes[0]) == 2 * 4  # layers, linear layers
 
 
+def test_a_history_that_starts_anew_is_told_of_all_pipeline_ranks(tmp_path: Path) -> None:
+    flags = f"{MICRO} --bf16 --save {tmp_path} --load {tmp_path} --fp8-format hybrid --fp8-amax-compute-algo max"
+    run(f"{flags} --train-iters 1")
+    resumed = run(f"{flags} --train-iters 2 --fp8-amax-history-len 3 --pipeline-model-parallel-size 2", 2)
+    (note,) = (line for line in resumed.out.splitlines() if "FP8 history" in line)
+    assert "no FP8 history of --fp8-amax-history-len 3 for 8 linear layers" in note  # of two layers
+
+
 def test_metrics_lines_beyond_the_resumed_iteration_are_removed(tmp_path: Path) -> None:
     """A run that was killed after iteration 6 resumes from its checkpoint of iteration 2."""
     flags = "--train-iters 6 --eval-interval 3 --eval-iters 1"

@@ -78,6 +78,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 FP8 = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "fp8_backend": "torch"}
+EDGES = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 4, "num_layers_at_end_in_bf16": 3}
 LLAMA_LIKE = {**LLAMA, "ffn_hidden_size": 160}
 
 
@@ -94,6 +95,7 @@ LLAMA_LIKE = {**LLAMA, "ffn_hidden_size": 160}
         pytest.param({}, PIPELINE | {"pipeline_schedule": "zb-h1"}, id="zb-h1"),
         pytest.param({}, FP8, id="FP8"),
         pytest.param(LLAMA_LIKE, FP8, id="FP8, llama"),
+        pytest.param(LLAMA_LIKE, FP8 | EDGES, id="FP8 without first and last layers"),
         pytest.param({}, PIPELINE | {"num_virtual_stages_per_pipeline_rank": 2}, id="interleaved"),
     ],
 )

@@ -27,10 +27,10 @@ def logits(model: GPTStage) -> Tensor:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("divisor", [1, 128])
-def test_token_losses_are_the_cross_entropy_of_the_logits_without_padding(divisor: int, smoothing: float) -> None:
+def test_losses_are_the_cross_entropy_of_the_logits_without_padding(divisor: int, smoothing: float) -> None:
     model = tiny_model(MESH, FP64, make_vocab_size_divisible_by=divisor)
     hidden = model(TOKENS, plain_tokens(TOKENS))
-    ours = model.token_losses(hidden, LABELS, label_smoothing=smoothing)
+    ours = model.loss(hidden, LABELS, label_smoothing=smoothing).tokens
     assert ours.shape == (32, 3)
     flat = logits(model).reshape(-1, VOCABULARY)
     expected = F.cross_entropy(flat, LABELS.flatten(), reduction="none", label_smoothing=smoothing)
@@ -45,7 +45,7 @@ def test_a_tied_table_is_one_parameter_with_the_gradient_of_both_uses() -> None:
     with torch.no_grad():
         untied.output_weight.copy_(tied.output_weight)
     for model in (tied, untied):
-        model.token_losses(model(TOKENS, plain_tokens(TOKENS)), LABELS).mean().backward()
+        model.loss(model(TOKENS, plain_tokens(TOKENS)), LABELS).total.backward()
     summed = untied.output_weight.grad + untied.embedding.word_embeddings.weight.grad
     assert torch.allclose(tied.output_weight.grad, summed, atol=1e-14)
 

@@ -63,7 +63,11 @@ def test_swiglu_is_the_sigmoid_gated_product_of_the_two_halves(bias: bool) -> No
     mlp = random_mlp(add_bias_linear=bias, swiglu=True, ffn_hidden_size=48)
     first, second = mlp.linear_fc1, mlp.linear_fc2
     assert first.weight.shape == (2, 48, 32)
-    x = torch.randn(3, 2, 32, dtype=torch.float64)
+    x, cotangent = torch.randn(2, 3, 2, 32, dtype=torch.float64)
+    x.requires_grad_()
     gate, up = (x @ first.weight[i].t() + (first.bias[i] if bias else 0) for i in (0, 1))
     expected = (gate * torch.sigmoid(gate) * up) @ second.weight.t() + (second.bias if bias else 0)
-    assert torch.allclose(mlp(x), expected, atol=1e-12)
+    ours = mlp(x)
+    assert torch.allclose(ours, expected, atol=1e-12)
+    gradients = [torch.autograd.grad(each, (x, first.weight), cotangent) for each in (ours, expected)]
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*gradients, strict=True))

@@ -26,7 +26,7 @@ def _step(recompute: Recompute, **overrides: object) -> tuple[Tensor, dict[str, 
     initialize(model, 1)
     tokens = tiny_tokens(2, 16)
     info = dataclasses.replace(plain_tokens(tokens[:, :-1]), dropout_keys=torch.tensor([5, 6]))
-    loss = model.token_losses(model(tokens[:, :-1], info), tokens[:, 1:]).sum()
+    loss = model.loss(model(tokens[:, :-1], info), tokens[:, 1:]).total
     loss.backward()
     return loss.detach(), {name: parameter.grad for name, parameter, _ in named_specs(model)}
 

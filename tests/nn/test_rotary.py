@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import ModelConfig
-from megalite.nn.rotary import rotary_table, rotary_width, rotate, sequence_lengths
+from megalite.nn.rotary import Rotation, rotary_table, rotary_width, sequence_lengths
 from tests.helpers import tiny_config
 
 DOUBLE = torch.float64
@@ -39,9 +39,13 @@ def test_rotation_is_multiplication_by_a_unit_complex_number(interleaved: bool, 
     width = {1.0: 16, 0.5: 8, 0.25: 4, 0.45: 6}[share]
     assert rotary_width(config) == width
     positions = torch.stack((torch.arange(20), torch.arange(20) % 7 + 100))
-    x = torch.randn(20, 2, 3, 16, dtype=DOUBLE)
-    ours = rotate(x, rotary_table(config, positions, DOUBLE), interleaved=interleaved)
-    assert torch.allclose(ours, turned(x, positions, base, width, interleaved=interleaved), atol=1e-12)
+    x, cotangent = torch.randn(2, 20, 2, 3, 16, dtype=DOUBLE)
+    x.requires_grad_()
+    ours = Rotation(interleaved=interleaved)(x, rotary_table(config, positions, DOUBLE))
+    theirs = turned(x, positions, base, width, interleaved=interleaved)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+    gradients = [torch.autograd.grad(each, x, cotangent)[0] for each in (ours, theirs)]
+    assert torch.allclose(*gradients, atol=1e-12)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -51,7 +55,7 @@ def test_products_of_queries_and_keys_depend_on_their_distance_alone(interleaved
 
     def product(query_position: int, key_position: int) -> Tensor:
         tables = [rotary_table(config, torch.tensor([[p]]), DOUBLE) for p in (query_position, key_position)]
-        turned_q, turned_k = (rotate(x, t, interleaved=interleaved) for x, t in zip((q, k), tables, strict=True))
+        turned_q, turned_k = (Rotation(interleaved=interleaved)(x, t) for x, t in zip((q, k), tables, strict=True))
         return (turned_q * turned_k).sum()
 
     assert torch.allclose(product(7, 3), product(1007, 1003), atol=1e-10)
@@ -100,7 +104,7 @@ def test_half_precision_heads_are_turned_in_fp32_and_rounded_once(interleaved: b
     config = rope_config(64)
     positions = torch.arange(4000, 4100)[None]
     x = torch.randn(100, 1, 2, 64).bfloat16()
-    ours = rotate(x, rotary_table(config, positions, torch.float32), interleaved=interleaved)
+    ours = Rotation(interleaved=interleaved)(x, rotary_table(config, positions, torch.float32))
     assert ours.dtype == torch.bfloat16
-    wide = rotate(x.to(torch.float32), rotary_table(config, positions, torch.float32), interleaved=interleaved)
+    wide = Rotation(interleaved=interleaved)(x.to(torch.float32), rotary_table(config, positions, torch.float32))
     assert torch.equal(ours, wide.bfloat16())

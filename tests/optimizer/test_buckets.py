@@ -104,7 +104,7 @@ def test_every_gradient_arrives_and_adds_up_over_microbatches(tied: bool) -> Non
         text = tiny_tokens(2, 16, seed=microbatch)
         for each in (model, plain):
             hidden = each(text[:, :-1], plain_tokens(text[:, :-1]))
-            each.token_losses(hidden, text[:, 1:]).mean().backward()
+            each.loss(hidden, text[:, 1:]).total.backward()
     for (name, ours, _), (_, theirs, _) in zip(named_specs(model), named_specs(plain), strict=True):
         assert ours.grad is None
         main: Tensor = ours.gradient_sink.target()  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ def _bucket_numbers_at_their_start(mesh: Mesh, sharded: bool, deferred: bool) ->
             plain.zero_grad()
         model.weight_gradients.deferred = deferred
         for each in (plain, model):
-            each.token_losses(each(text[:, :-1], plain_tokens(text[:, :-1])), text[:, 1:]).sum().backward()
+            each.loss(each(text[:, :-1], plain_tokens(text[:, :-1])), text[:, 1:]).total.backward()
         meanwhile = len(started)
         for job in model.weight_gradients.take():
             job()

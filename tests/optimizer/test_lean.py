@@ -183,7 +183,8 @@ def _last_losses(precision: Precision, steps: int = 60) -> float:
     for step in range(steps):
         text = (starts[step] + torch.arange(17) * (1 + step % 3)) % 131
         optimizer.begin_step(1)
-        loss = model.token_losses(model(text[:, :-1], plain_tokens(text[:, :-1])), text[:, 1:]).mean()
+        hidden = model(text[:, :-1], plain_tokens(text[:, :-1]))
+        loss = model.loss(hidden, text[:, 1:], scale=1 / 128).total
         loss.backward()
         optimizer.backward_ended(0)
         optimizer.reduce_gradients()

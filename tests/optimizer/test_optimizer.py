@@ -191,7 +191,7 @@ def test_zero_grad_clears_and_padding_never_moves() -> None:
         optimizer.begin_step(1)
         assert all((bucket.held_grads == 0).all() for bucket in optimizer.buckets)
         text = tiny_tokens(2, 16, seed=seed)
-        model.token_losses(model(text[:, :-1], plain_tokens(text[:, :-1])), text[:, 1:]).mean().backward()
+        model.loss(model(text[:, :-1], plain_tokens(text[:, :-1])), text[:, 1:]).total.backward()
         take_step(optimizer, STEPS[0])
     assert (model.output_weight[131:] == 0).all()
 
@@ -225,7 +225,7 @@ def test_a_training_step_on_cuda_equals_one_on_the_cpu(dropout: float) -> None:
             text = tiny_tokens(4, 32).to(device)
             keys = random.fold(7, torch.arange(4)).to(device)
             info = replace(plain_tokens(text[:, :-1]), dropout_keys=keys)
-            loss = model.token_losses(model(text[:, :-1], info), text[:, 1:]).mean()
+            loss = model.loss(model(text[:, :-1], info), text[:, 1:], scale=1 / 128).total
             loss.backward()
             norm = take_step(optimizer, STEPS[0])
             results.append((loss.item(), norm, {n: p.detach().cpu() for n, p, _ in named_specs(model)}))

@@ -147,7 +147,7 @@ def _our_gradients(base: Path, adapter: Path, tokens: Tensor, labels: Tensor, *,
         parameter.requires_grad_(True)
     if sinks:
         Optimizer(units_of([model]), mesh, FP32, OptimizerConfig()).begin_step(1)
-    model.token_losses(model(tokens, plain_tokens(tokens)), labels).mean().backward()
+    model.loss(model(tokens, plain_tokens(tokens)), labels, scale=1 / labels.numel()).total.backward()
     gradients: dict[str, Tensor] = {}
     for name, parameter in trained.items():
         gradient = parameter.gradient_sink.target() if sinks else parameter.grad  # type: ignore[attr-defined]

@@ -173,8 +173,8 @@ def test_counted_tokens_are_counted_without_the_virtual_ones() -> None:
     tokens, labels = text[:, :-1], text[:, 1:]
     hidden = model(tokens, plain_tokens(tokens))
     chosen = torch.tensor([1, 4, 5, 17])  # of [s, b]
-    expected = model.token_losses(hidden, labels).flatten()[chosen]
-    assert torch.allclose(model.token_losses(hidden, labels, token_indices=chosen), expected, rtol=1e-12)
+    expected = model.loss(hidden, labels).tokens.flatten()[chosen]
+    assert torch.allclose(model.loss(hidden, labels, token_indices=chosen).tokens, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

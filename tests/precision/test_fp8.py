@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,33 +46,57 @@ def _on_grid(x: Tensor) -> float | None:
     return None
 
 
+def _on_grid_by_blocks(x: Tensor, block: int) -> float | None:
+    """As `_on_grid`, where each `block` numbers of a row have a power of two as their scale."""
+    blocks = F.pad(x, (0, -x.shape[1] % block)).view(len(x), -1, block).abs()
+    top = blocks.amax(dim=-1, keepdim=True).clamp_min(1e-300)
+    for largest, grid in GRIDS.items():
+        scales = torch.exp2((top / largest).log2().ceil())
+        if torch.isin(blocks / scales, torch.tensor(grid, dtype=DOUBLE)).all():
+            return largest
+    return None
+
+
 class _Watch(TorchDispatchMode):
     """Notes on which grids both factors of each matrix product lie, but for those of the vocabulary."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: int | None) -> None:
         super().__init__()
+        self.on_grid = _on_grid if block is None else partial(_on_grid_by_blocks, block=block)
         self.seen: list[tuple[float | None, float | None]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             a, b = args[-2:]
             if not {131, 66, 65} & {*a.shape, *b.shape}:  # the vocabulary's columns, on one rank and on two
-                self.seen.append((_on_grid(a), _on_grid(b)))
+                self.seen.append((self.on_grid(a), self.on_grid(b.t())))
         return func(*args, **(kwargs or {}))
 
 
-def _watched(mesh: Mesh, values: dict[str, dict[str, Any]]) -> list[tuple[float | None, float | None]]:
-    with _Watch() as watch:
+def _watched(
+    mesh: Mesh, values: dict[str, dict[str, Any]], block: int | None
+) -> list[tuple[float | None, float | None]]:
+    with _Watch(block) as watch:
         trace(mesh, values, 1)
     return watch.seen
 
 
-@pytest.mark.parametrize("variant", [Variant(), Variant(tp=2, sequence_parallel=True)], ids=str)
-def test_both_factors_of_every_product_lie_on_the_grid(pool: ProcessPool, variant: Variant) -> None:
-    precision = PrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise")
+@pytest.mark.parametrize(
+    ("recipe", "block", "variant"),
+    [
+        ("tensorwise", None, Variant()),
+        ("tensorwise", None, Variant(tp=2, sequence_parallel=True)),
+        ("mxfp8", 32, Variant(tp=2, sequence_parallel=True)),
+        ("blockwise", 128, Variant()),
+    ],
+)
+def test_both_factors_of_every_product_lie_on_the_grid(
+    pool: ProcessPool, recipe: str, block: int | None, variant: Variant
+) -> None:
+    precision = PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe)
     config = resolved(variant.apply(network(variant, tied=False, precision=precision)), variant.processes)
     layout = Layout.from_config(config.layout, variant.processes)
-    for seen in pool.run(_watched, variant.processes, config.to_dict(), layout=layout):
+    for seen in pool.run(_watched, variant.processes, config.to_dict(), block, layout=layout):
         count = 2 * 2 * 4  # microbatches, layers, linear layers in one
         assert seen.count((448.0, 448.0)) == count
         assert seen.count((57344.0, 448.0)) == 2 * count

@@ -18,8 +18,9 @@ from megalite.distributed.pool import ProcessPool
 from megalite.models.whole import build_whole
 from megalite.verify import report
 from megalite.verify.configs import for_proof, resolved
+from megalite.verify.layouts import Variant
 from megalite.verify.proof import Difference, Prover
-from megalite.verify.small import shrink, small_layout
+from megalite.verify.small import for_matrix, shrink, small_layout
 from tests.config.launch_lists import (
     GPT3_175B,
     LLAMA3_8B,
@@ -219,3 +220,33 @@ def test_a_shrunk_run_keeps_what_its_layout_shows(tp: int, groups: int, heads: i
     assert (cut.tensor_model_parallel_size <= 4 and cut.pipeline_model_parallel_size <= 4) or keep
     assert (cut.pipeline_model_parallel_size > 1) == (pp > 1)
     assert cut.decoder_first_pipeline_num_layers == (1 if stages else None)
+
+
+@pytest.mark.parametrize(
+    ("edges", "pp", "kept"), [("1 1", 1, (1, 0)), ("0 9", 1, (0, 1)), ("4 4", 2, (1, 1)), ("2 1", 2, (2, 1))]
+)
+def test_a_small_network_keeps_a_layer_in_fp8_beside_those_without(edges: str, pp: int, kept: tuple[int, int]) -> None:
+    start, end = edges.split()
+    words = (
+        f"{RUN} --num-layers 32 --hidden-size 64 --num-attention-heads 2 --max-position-embeddings 96 --mock-data "
+        f"--tokenizer-type NullTokenizer --vocab-size 50 --pipeline-model-parallel-size {pp} --fp8-format hybrid "
+        f"--first-last-layers-bf16 --num-layers-at-start-in-bf16 {start} --num-layers-at-end-in-bf16 {end}"
+    )
+    proof = for_proof(read_run(parse_namespace(build_parser("p", "d"), words.replace("--steps 2", "").split())[0]), 2)
+    variant = Variant(pp=pp, chunks=pp)
+    for small in (shrink(resolved(proof, pp), 1), variant.apply(for_matrix(proof, variant))):
+        precision = resolved(small, pp).precision
+        assert (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16) == kept
+
+
+def test_a_small_layout_that_gathers_nothing_does_without_gathers_in_fp8() -> None:
+    words = (
+        f"{RUN} --num-layers 4 --hidden-size 64 --num-attention-heads 2 --max-position-embeddings 96 --mock-data "
+        "--tokenizer-type NullTokenizer --vocab-size 50 --fp8-format hybrid --fp8-param-gather "
+        "--use-distributed-optimizer"
+    )
+    proof = for_proof(read_run(parse_namespace(build_parser("p", "d"), words.replace("--steps 2", "").split())[0]), 2)
+    for ranks, sharding in ((1, "no_shard"), (2, "optim")):
+        variant = Variant(dp=ranks, sharding=sharding)
+        for small in (shrink(resolved(proof, ranks), ranks), variant.apply(for_matrix(proof, variant))):
+            assert resolved(small, ranks).precision.fp8_param_gather == (ranks > 1)

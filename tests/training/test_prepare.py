@@ -115,7 +115,7 @@ def test_on_cuda_a_backward_gives_the_same_bits_every_time(window: str | None, m
             mesh, BF16, vocab_size=7, **LLAMA, max_position_embeddings=1024, hidden_size=128, window_size=window
         )
         hidden = model(text[:, :-1], plain_tokens(text[:, :-1]))
-        model.token_losses(hidden, text[:, 1:]).sum().backward()
+        model.loss(hidden, text[:, 1:]).total.backward()
         return {name: p.grad for name, p, _ in named_specs(model) if p.grad is not None}
 
     with deterministic(True):

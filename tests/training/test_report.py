@@ -16,6 +16,7 @@ from megalite.distributed.mesh import Mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.estimate.memory import MemoryEstimate
 from megalite.training import report
+from megalite.training.memory import measured_step
 from megalite.training.prepare import prepare, prepare_config
 from megalite.training.report import check_memory, memory_by_stage, predicted_memory
 from tests.peft.runs import adapter_config, build, run_of
@@ -74,6 +75,28 @@ def test_weights_in_fp8_take_the_bytes_that_are_predicted(pool: ProcessPool, str
         }
         for kind, bytes_ in pairs.items():
             assert bytes_ <= held[kind] <= bytes_ + 8 * padding, kind
+
+
+def _sent(mesh: Mesh, values: dict[str, dict[str, Any]]) -> tuple[str, int, int]:
+    """Of one step: what data parallelism sent and what was predicted, as shown, and the bytes sent."""
+    run = run_of(mesh, values)
+    before = run.optimizer.transport.bytes_sent
+    _, lines = measured_step(run.trainer)
+    run.close()
+    shown = next(line.split()[-2:] for line in lines if line.startswith("predicted"))
+    return " ".join(shown), run.optimizer.transport.bytes_sent - before, sum(b.size for b in run.optimizer.buckets)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_parameters_are_sent_in_the_format_that_is_gathered(pool: ProcessPool, stored: bool) -> None:
+    """Half of the fp32 gradients, and half of the parameters in bf16 or partly in FP8; padding is left out."""
+    fields = {"fp64": False, "bf16": True, "fp8_format": "hybrid", "fp8_param_gather": stored}
+    config = resolve(adapter_config("none", data_parallel_sharding_strategy="optim", **fields), 2)
+    for shown, sent, elements in pool.run(_sent, 2, config.to_dict(), layout=Layout(dp=2)):
+        number, unit = shown.split()
+        predicted = float(number) * {"kB": 1e3, "MB": 1e6}[unit]
+        assert predicted == pytest.approx(sent, rel=0.05)
+        assert (sent == (4 + 2) * elements / 2) != stored
 
 
 def test_a_model_that_no_memory_here_can_hold_is_refused_before_it_is_built() -> None:

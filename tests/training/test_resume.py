@@ -104,3 +104,16 @@ def test_a_folder_of_another_kind_is_no_reason_to_start_fresh(tmp_path: Path) ->
     (tmp_path / "run" / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(FlagError, match=f"did you mean --load-hf {tmp_path}/run"):
         prepare_config(resolve(config_of(tmp_path), 1), Environment())
+
+
+def test_fp8_histories_of_another_length_start_anew_and_the_note_names_the_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fp8 = {"fp8_format": "hybrid", "fp8_backend": "emulated"}
+    go(config_of(tmp_path, fp8_amax_history_len=3, **fp8), 1)
+    for length, told in ((3, False), (2, True)):
+        capsys.readouterr()
+        go(config_of(tmp_path, fp8_amax_history_len=length, **fp8), 0)
+        layers = 4 * config_of(tmp_path).model.num_layers
+        note = f"has no FP8 history of --fp8-amax-history-len {length} for {layers} layers: it starts anew there"
+        assert (note in capsys.readouterr().out) == told

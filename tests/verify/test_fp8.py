@@ -85,6 +85,20 @@ def test_adapters_beside_fp8_weights_equal_one_process(pool: ProcessPool, tmp_pa
     assert _worst(pool, config, variant) <= TOLERANCE
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_batches_that_are_cut_to_their_longest_sample_are_equally_long_in_all_layouts(
+    pool: ProcessPool, tmp_path: Path, recipe: str
+) -> None:
+    """Sequence parallelism needs an even length, and what fills up a batch has part in its scales."""
+    variant = Variant(tp=2, sequence_parallel=True)
+    fp8 = PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe)
+    config = network(variant, llama=True, finetuning="packed answers, all weights", folder=tmp_path, precision=fp8)
+    config.finetune.sft_packing = False
+    config.data.seq_length = config.model.max_position_embeddings = 40  # samples have up to 16
+    config.training.global_batch_size = 8
+    assert _worst(pool, config, variant) <= TOLERANCE
+
+
 GATHERED = [
     Variant(tp=2, dp=2, sharding="optim"),
     Variant(dp=2, sharding="optim_grads", recompute="full"),

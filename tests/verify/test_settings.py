@@ -67,9 +67,20 @@ def _sgd(config: RunConfig) -> None:
     config.model.label_smoothing, config.learning_rate.decoupled_lr = 0.1, 1e-2
 
 
+def _compiled(config: RunConfig) -> None:
+    config.training.compile = True
+
+
 @pytest.mark.parametrize(
     ("variant", "llama", "change"),
     [
+        pytest.param(
+            Variant(tp=2, sequence_parallel=True, pp=2, schedule="1f1b", recompute="selective"),
+            True,
+            _compiled,
+            id="compiled",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(PP2, False, _five_layers(first=2), id="2 layers first"),
         pytest.param(PP2, False, _five_layers(last=0), id="output alone on the last stage"),
         pytest.param(PP2, False, _output_counts_as_a_layer, id="the output counts as a layer"),
