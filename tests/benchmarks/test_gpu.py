@@ -16,7 +16,12 @@ from megalite.config.schema import PrecisionConfig
 def test_every_precision_is_right_and_every_side_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Plain PyTorch is the truth of the speed rows: the same loss and gradient norm at the first step."""
     file = tmp_path / "gpu.json"
-    assert gpu.main([*"--tiny --windows 1 --precisions bf16 fp8-tensorwise fp8-mxfp8 --json".split(), str(file)]) == 0
+    assert (
+        gpu.main(
+            [*["--tiny", "--windows", "1", "--precisions", "bf16", "fp8-tensorwise", "fp8-mxfp8", "--json"], str(file)]
+        )
+        == 0
+    )
     rows = json.loads(file.read_text("utf-8"))["rows"]
     shown = capsys.readouterr().out
     by_side = {(row["workload"], row["side"]): row for row in rows}
