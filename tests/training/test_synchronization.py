@@ -33,6 +33,7 @@ ON_THE_HOST = {
     ("objective.py", "token_indices"): 1,  # of each microbatch, before it is uploaded
     ("optimizer.py", "measure"): 1,  # rounds a Python number
 }
+OF_LEAN_STATES = {("lean.py", "_fit"): 1}  # the scales of the optimizer's states
 ON_A_CPU_ALONE = {("cross_entropy.py", "backward"): 1}  # an assertion, of each microbatch
 
 
@@ -66,6 +67,14 @@ PRECISIONS = {
     "bf16": PrecisionConfig(bf16=True),
     "fp16": PrecisionConfig(fp16=True, loss_scale=1024.0),
     "fp8 delayed": PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_backend="emulated"),
+    "lean states": PrecisionConfig(
+        bf16=True,
+        use_precision_aware_optimizer=True,
+        main_grads_dtype="bf16",
+        main_params_dtype="fp16",
+        exp_avg_dtype="fp8",
+        exp_avg_sq_dtype="fp8",
+    ),
     "fp8 blockwise": PrecisionConfig(bf16=True, fp8_format="e4m3", fp8_recipe="blockwise", fp8_backend="emulated"),
 }
 
@@ -75,7 +84,8 @@ def test_a_step_reads_from_the_device_only_what_is_documented(precision: str) ->
     made = steps(PRECISIONS[precision])
     with Reads() as reads:
         made.step()
-    assert dict(reads.found) == FROM_THE_DEVICE | ON_THE_HOST | ON_A_CPU_ALONE
+    lean = OF_LEAN_STATES if PRECISIONS[precision].use_precision_aware_optimizer else {}
+    assert dict(reads.found) == FROM_THE_DEVICE | ON_THE_HOST | ON_A_CPU_ALONE | lean
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8 delayed"])
