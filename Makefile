@@ -49,7 +49,7 @@ lint: $(VENV)/.installed-dev ## ruff, format, types and the project's own rules
 	$(PY) -m mypy
 	$(PY) tests/lint_rules.py
 
-bench: $(VENV)/.installed-dev ## run the benchmarks (BENCH_ARGS="...")
+bench: $(VENV)/.installed-dev ## training speed beside others, in one table (BENCH_ARGS="...")
 	$(PY) -m benchmarks.run $(BENCH_ARGS)
 
 clean: ## remove .venv, caches and build outputs; runs/ stays

@@ -83,14 +83,15 @@ def vendor_peak(dtype: str, device: torch.device) -> float | None:
 
 @dataclass
 class Row:
-    """`rates`: tokens/s of each round. `flops`: of the model for a token. `peak`: FLOP/s of a GEMM of the same dtype in
-    the same run, `vendor`: the vendor's. `memory`: the most bytes held. `ratios`: of each round, of what `ratio_of`
-    says. `loss_apart`, `gradient_apart`: relative differences from what the row is compared with. `first`: loss and
-    gradient norm of the first step."""
+    """`rates`: tokens/s of each round, or `seconds`. `flops`: of the model for a token. `peak`: FLOP/s of a GEMM of the
+    same dtype in the same run, `vendor`: the vendor's. `memory`: the most bytes held. `ratios`: of each round, of what
+    `ratio_of` says. `loss_apart`, `gradient_apart`: relative differences from what the row is compared with. `first`:
+    loss and gradient norm of the first step."""
 
     workload: str
     side: str
     rates: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     flops: float = 0.0
     peak: float | None = None
     vendor: float | None = None
@@ -139,6 +140,7 @@ def _cells(row: Row) -> dict[str, str]:
         "workload": row.workload,
         "side": row.side,
         "tokens/s": _spread(row.rates, ".0f"),
+        "seconds": _spread(row.seconds, ".3g"),
         "TFLOP/s": f"{row.rate * row.flops / 1e12:.3g}" if row.rates and row.flops else "",
         "GEMM peak": f"{row.peak / 1e12:.3g}" if row.rates and row.peak else "",
         "MFU": share(row.peak),

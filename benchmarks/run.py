@@ -11,6 +11,9 @@
 | w2-layouts | the same as whole runs of pretrain_gpt.py: TP 2 and PP 2 | our own DP 2 |
 | optimizer | norm, clip and update of w1 | torch's fused AdamW on one tensor |
 | lora | adapters on the model of examples/finetune_lora.sh | PEFT |
+| text | the quickstart's text to token files, two workers | |
+| indices | the sample index of a billion tokens | |
+| checkpoint | save and load of w1's model with Adam's moments | torch.save, torch.load |
 
 All sides begin with the same weights, get the same tokens, hold fp32 parameters, and take turns; the first losses and
 gradient norms must agree. MFU: the model's FLOP/s over those of a GEMM (2048 cubed) of the same dtype in the same run.
@@ -28,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import layouts, lora, optimizer, sharding
+from benchmarks import files, layouts, lora, optimizer, sharding
 from benchmarks.measure import Row, gemm_peak, reason, table, write_json
 from benchmarks.peers import transformers_steps
 from benchmarks.sides import LIMITS, Steps, Turns, take_turns
@@ -119,6 +122,15 @@ def adapters(name: str, args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def without_training(name: str, args: argparse.Namespace) -> list[Row]:
+    """text, indices, checkpoint."""
+    if name == "text":
+        return [files.text(name, files.QUICKSTART, args.rounds)]
+    if name == "indices":
+        return [files.indices(name, 10**6 if args.tiny else 10**9, args.rounds)]
+    return list(files.checkpoint(name, (TINY_CPU if args.tiny else CPU)["w1"], args.rounds))
+
+
 WORKLOADS = {
     "w1": one_process,
     "w1l": one_process,
@@ -126,6 +138,7 @@ WORKLOADS = {
     "w2-layouts": whole_runs,
     "optimizer": updates,
     "lora": adapters,
+    **dict.fromkeys(("text", "indices", "checkpoint"), without_training),
 }
 
 

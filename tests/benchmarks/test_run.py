@@ -41,6 +41,17 @@ def test_all_sides_train_the_same_and_take_turns(tmp_path: Path, capsys: pytest.
     assert "examples/finetune_lora.sh" in found["lora", "megalite"]["note"]
 
 
+def test_files_are_timed_beside_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = rows_of(tmp_path / "bench.json", "--workloads", "text", "indices", "checkpoint")
+    assert found["text", "megalite"]["note"].endswith("make quickstart")
+    assert "1,003,160 tokens" in found["indices", "megalite"]["note"]
+    for what in ("save", "load"):
+        assert found["checkpoint", f"megalite {what}"]["ratio_of"] == f"x the time of torch's {what}"
+        assert found["checkpoint", f"torch {what}"]["seconds"][0] > 0
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 def test_layouts_are_compared_with_dp_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def train(flags: str, steps: int, *_: Any) -> list[dict[str, float]]:
         rate = 80.0 if "--tensor" in flags else 100.0
