@@ -38,7 +38,7 @@ SMALL = Workload(llama(2, 128, 4, 2, 256), 512, 64, 2)
 FP8 = ("fp8-tensorwise", "fp8-delayed", "fp8-blockwise", "fp8-mxfp8")
 LIMITS = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 5e-3, **dict.fromkeys(FP8, 0.2)}
 """The largest difference of all gradients from those in float64, relative to their norm; losses a tenth of it."""
-SHORTEST = 3.0  # seconds that a measured window has at least
+SHORTEST = 2.0  # seconds that a measured window has at least
 
 
 class Steps(Protocol):
@@ -110,17 +110,18 @@ def failing_into(row: Row) -> Iterator[None]:
         row.note = reason(error)
     gc.collect()
     if torch.cuda.is_available():
+        torch.compiler.reset()  # else it would take the next shape for a varying one
         torch.cuda.empty_cache()
 
 
 def measure(row: Row, workload: Workload, make: Callable[[], Steps], device: torch.device, windows: int) -> None:
     """Fill in a row: the first step's loss and norm, rates of windows of several steps after a warm-up, memory."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     steps, batches = make(), workload.batches(0, 2)
     steps.take(batches[:1])
     loss, norm = steps.step()  # also compiles
     row.first = float(loss), float(norm)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
     def run(count: int) -> None:
         for _ in range(count):
@@ -198,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not (args.tiny or torch.cuda.is_available()):
         parser.error("there is no GPU here: --tiny runs everything on a CPU")
-    device = torch.device("cpu" if args.tiny else "cuda")
+    device = torch.device("cpu") if args.tiny else torch.device("cuda", 0)
     if args.tiny:
         torch.set_num_threads(1)
     work = Speed(device, tiny=args.tiny, windows=args.windows, until=time.monotonic() + 60 * args.minutes)

@@ -53,7 +53,7 @@ def train(flags: str, steps: int, global_batch: int, folder: Path, processes: in
     command += ["--global-batch-size", str(global_batch), "--train-iters", str(steps + 1)]
     done = subprocess.run([*command, "--metrics-file", str(metrics)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(done.stdout + done.stderr)
+        raise RuntimeError(done.stdout + done.stderr)
     return [json.loads(line) for line in metrics.read_text("utf-8").splitlines()][1:]
 
 

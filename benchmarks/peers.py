@@ -32,13 +32,13 @@ class Missing(Exception):
     """What isn't installed, and the command that installs it."""
 
 
-def first_weights(workload: Workload) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def first_weights(workload: Workload, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The fp32 weights that ours begin with, under transformers' names, and the `config.json` of the network."""
     config = workload.config(PrecisionConfig())
     architecture, values = describe_network(config.model, workload.vocab_size)
-    build = Build(config.model, single_process_mesh(), Precision.from_config(config.precision))
+    build = Build(config.model, single_process_mesh(device), Precision.from_config(config.precision))
     span = whole_model(config.model.num_layers)
-    stage = GPTStage(build, workload.vocab_size, span, choose_backend(config, "cpu"))
+    stage = GPTStage(build, workload.vocab_size, span, choose_backend(config, device.type))
     initialize(stage, SEED)
     tensors: dict[str, Tensor] = {}
     for name, parameter, spec in named_specs(stage):
@@ -77,9 +77,9 @@ class PeerSteps:
 
 def plain_steps(workload: Workload, dtype: str, device: torch.device, *, compiled: bool) -> PeerSteps:
     """Of the plain Llama."""
-    model = Llama(workload.config(PrecisionConfig()).model, workload.vocab_size, workload.sequence)
-    model.load_state_dict(first_weights(workload)[1])
-    model.to(device)
+    with device:  # billions of numbers are slow on a host
+        model = Llama(workload.config(PrecisionConfig()).model, workload.vocab_size, workload.sequence)
+    model.load_state_dict(first_weights(workload, device)[1])
     if compiled:
         check_compiler(device)
         model.compile_parts()
@@ -92,7 +92,7 @@ def transformers_steps(workload: Workload, dtype: str, device: torch.device, *, 
         raise Missing("not installed: python -m pip install -e '.[hf]'")
     import transformers
 
-    values, tensors = first_weights(workload)
+    values, tensors = first_weights(workload, torch.device("cpu"))
     config = transformers.AutoConfig.for_model(**values)
     model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     lacking, unknown = model.load_state_dict(tensors, strict=False)

@@ -121,7 +121,7 @@ def wrapped(mesh: Mesh, strategy: str, workload: Workload, bf16: bool, plain: bo
     module: Any
     if plain:
         module = Llama(workload.config(PrecisionConfig()).model, workload.vocab_size, workload.sequence)
-        module.load_state_dict(first_weights(workload)[1])
+        module.load_state_dict(first_weights(workload, mesh.device)[1])
         layers = module.model.layers
     else:
         module, _ = build(mesh, workload, bf16=False)
