@@ -138,10 +138,13 @@ def measure(row: Row, workload: Workload, make: Callable[[], Steps], device: tor
         row.memory = torch.cuda.max_memory_allocated(device)
 
 
+COMPILED = "+compile"
+
+
 def plan(shapes: Iterable[str], precisions: Iterable[str]) -> list[tuple[str, str]]:
     """(shape, side), what matters most first: time may run out."""
-    wide = ["plain", *(each for each in precisions if each not in FP8)]
-    narrow = [each for each in precisions if each in FP8]
+    wide = ["plain", *(each for each in precisions if not each.startswith("fp8"))]
+    narrow = [each for each in precisions if each.startswith("fp8")]
     return [*itertools.product(shapes, wide), *((shape, side) for side in narrow for shape in reversed([*shapes]))]
 
 
@@ -154,17 +157,20 @@ class Speed:
         self.rows: dict[tuple[str, str], Row] = {}
 
     def row(self, name: str, workload: Workload, side: str) -> Row:
-        """Measure one side: `plain`, or ours in a precision."""
-        dtype = "bf16" if side == "plain" else side.split("-")[0]
-        precision = precision_of(dtype if side == "plain" else side)
+        """Measure one side: `plain`, or ours in a precision, perhaps compiled."""
+        name_of_precision, compiled = side.removesuffix(COMPILED), side.endswith(COMPILED)
+        dtype = "bf16" if side == "plain" else name_of_precision.split("-")[0]
+        precision = precision_of(dtype if side == "plain" else name_of_precision)
         row = Row(name, f"megalite {side}", flops=workload.flops)
-        make: Callable[[], Steps] = partial(OurSteps, workload, precision, self.device)
+        make: Callable[[], Steps] = partial(OurSteps, workload, precision, self.device, compiled=compiled)
         if side == "plain":
-            row.side = f"plain PyTorch {'' if self.tiny else '+ compile '}bf16"
+            row.side = f"plain PyTorch bf16{'' if self.tiny else COMPILED}"
             make = partial(plain_steps, workload, dtype, self.device, compiled=not self.tiny)
         why = without_gemms(precision, self.device)
         if time.monotonic() > self.until:
             row.note = "left out: the time was over (--minutes)"
+        elif compiled and self.tiny:
+            row.note = "left out: --tiny doesn't compile"
         elif why is not None:
             row.note = f"left out, it would be emulated: {why}"
         else:
@@ -179,9 +185,10 @@ class Speed:
     def compare(self) -> None:
         """FP8 with bf16, the others with plain PyTorch."""
         for (name, side), row in self.rows.items():
-            base = self.rows.get((name, "bf16" if side in FP8 else "plain"))
+            other = f"bf16{COMPILED if side.endswith(COMPILED) else ''}" if side.startswith("fp8") else "plain"
+            base = self.rows.get((name, other))
             if base is not None and base is not row and row.rates and base.rates:
-                row.compare(f"x {'bf16' if side in FP8 else 'plain'}", row.rates, base.rates)
+                row.compare(f"x {other}", row.rates, base.rates)
                 row.loss_apart, row.gradient_apart = apart(row.first, base.first)
 
 
@@ -190,10 +197,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the table to this file too")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on a CPU, not compiled, in seconds")
     parser.add_argument("--shapes", nargs="+", choices=list(GPU), default=list(GPU))
-    every = ["fp32", "bf16", "fp16", *FP8]
-    parser.add_argument(
-        "--precisions", nargs="+", choices=every, default=["bf16", *FP8], help="whose speed is measured"
-    )
+    eager = ["fp32", "bf16", "fp16", *FP8]
+    every, default = [*eager, *(name + COMPILED for name in eager)], ["bf16", f"bf16{COMPILED}", *FP8]
+    parser.add_argument("--precisions", nargs="+", choices=every, default=default, help="whose speed is measured")
     parser.add_argument("--windows", type=int, default=3, help="measured windows of each row")
     parser.add_argument("--minutes", type=float, default=5, help="begin no measurement after so many")
     args = parser.parse_args(argv)
@@ -211,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows += work.rows.values()
     print(table(rows))
     if args.tiny:
-        print("\n--tiny: tiny models on a CPU, plain PyTorch isn't compiled; the rates mean nothing")
+        print("\n--tiny: tiny models on a CPU, not compiled; the rates mean nothing")
     write_json(args.json, rows, tiny=args.tiny)
     return int(any("WRONG" in row.note for row in rows))
 

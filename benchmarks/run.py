@@ -5,7 +5,7 @@
 
 | workload | what | beside |
 |---|---|---|
-| w1 | GPT-2 style, 45 million parameters, one process | transformers, eager and compiled |
+| w1 | GPT-2 style, 45 million parameters, one process | transformers; both eager and compiled |
 | w1l | Llama style, 49 million parameters, one process | the same |
 | w2 | w1l on two processes of one thread, two microbatches a step | PyTorch's DDP and fully_shard |
 | w2-layouts | the same as whole runs of pretrain_gpt.py: TP 2 and PP 2 | our own DP 2 |
@@ -43,29 +43,27 @@ CPU_DEVICE = torch.device("cpu")
 COMPARED = {"no_shard": "DistributedDataParallel", "optim_grads_params": "fully_shard"}
 
 
-def our_steps(workload: Workload, dtype: str) -> Steps:
+def our_steps(workload: Workload, dtype: str, *, compiled: bool = False) -> Steps:
     """Ours, with the allocator's settings that a run of pretrain_gpt.py makes."""
     keep_freed_memory()
-    return OurSteps(workload, PrecisionConfig(bf16=dtype == "bf16"), CPU_DEVICE)
+    return OurSteps(workload, PrecisionConfig(bf16=dtype == "bf16"), CPU_DEVICE, compiled=compiled)
 
 
 def one_process(name: str, args: argparse.Namespace) -> list[Row]:
     """w1, w1l: ours and transformers."""
     workload = (TINY_CPU if args.tiny else CPU)[name]
-    theirs = partial(transformers_steps, workload, args.dtype, CPU_DEVICE)
+    sides = {"megalite": our_steps, "transformers": partial(transformers_steps, device=CPU_DEVICE)}
     makes: dict[str, Callable[[], Steps]] = {
-        "megalite": partial(our_steps, workload, args.dtype),
-        "transformers": partial(theirs, compiled=False),
+        f"{side}{' + compile' if compiled else ''}": partial(make, workload, dtype=args.dtype, compiled=compiled)
+        for compiled in (False, True)
+        for side, make in sides.items()
+        if not (compiled and args.tiny)
     }
-    left_out = []
-    if args.tiny:
-        left_out = [Row(name, "transformers + compile", note="left out: --tiny doesn't compile")]
-    else:
-        makes["transformers + compile"] = partial(theirs, compiled=True)
     peak = args.peak()
     rows = [Row(name, side, flops=workload.flops, peak=peak) for side in makes]
     take_turns(rows, list(makes.values()), workload, args.dtype, Turns(args.rounds, args.steps, args.threads))
-    return [*rows, *left_out]
+    left_out = [f"{side} + compile" for side in sides] if args.tiny else []
+    return [*rows, *(Row(name, side, note="left out: --tiny doesn't compile") for side in left_out)]
 
 
 def data_parallel(name: str, args: argparse.Namespace) -> Iterator[Row]:

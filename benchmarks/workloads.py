@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megalite.config.errors import refuse
 from megalite.config.resolve import resolve
 from megalite.config.schema import (
     DataConfig,
@@ -27,6 +28,7 @@ from megalite.data.microbatch import Microbatch
 from megalite.distributed.mesh import single_process_mesh
 from megalite.estimate.model import training_flops_per_token
 from megalite.nn.attention_backend import choose_backend
+from megalite.nn.pure import compiler_problems
 from megalite.optimizer.schedule import BatchSchedule, Schedule
 from megalite.precision.loss_scaler import LossScaler
 from megalite.training.engine import Engine
@@ -114,10 +116,19 @@ TINY_GPU = {name: Workload(llama(2, 64, 4, 4, 128), 256, 32, 2) for name in GPU}
 class OurSteps:
     """Steps of `Trainer` on one process."""
 
-    def __init__(self, workload: Workload, precision: PrecisionConfig, device: torch.device, *, rate: float = RATE):
-        """`rate`: the learning rate."""
+    def __init__(
+        self,
+        workload: Workload,
+        precision: PrecisionConfig,
+        device: torch.device,
+        *,
+        rate: float = RATE,
+        compiled: bool = False,
+    ):
+        """`rate`: the learning rate. `compiled`: as by `--compile`; a FlagError where that can't be."""
         config = workload.config(precision)
-        config = replace(config, learning_rate=replace(config.learning_rate, lr=rate))
+        config.learning_rate.lr, config.training.compile = rate, compiled
+        refuse(compiler_problems(compiled, device.type))
         backend = choose_backend(config, device.type)
         self.model = build_model(
             config, single_process_mesh(device), vocab_size=workload.vocab_size, backend=backend, classes=None
