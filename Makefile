@@ -49,8 +49,8 @@ lint: $(VENV)/.installed-dev ## ruff, format, types and the project's own rules
 	$(PY) -m mypy
 	$(PY) tests/lint_rules.py
 
-bench: $(VENV)/.installed-dev ## run the benchmarks (BENCH_ARGS="...")
-	$(PY) benchmarks/run.py $(BENCH_ARGS)
+bench: $(VENV)/.installed-dev ## training speed beside others, in one table (BENCH_ARGS="...")
+	$(PY) -m benchmarks.run $(BENCH_ARGS)
 
 clean: ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) build dist megalite.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -31,6 +31,7 @@ MODEL = (
     "--make-vocab-size-divisible-by 1 --micro-batch-size 2 --lr 1e-4 --eval-iters 0 --log-interval 1 --device cpu "
     "--threads-per-rank 1"
 )
+TINY = "--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 32 --vocab-size 255"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --data-parallel-sharding-strategy"
 LAYOUTS = {
     "dp2": "",
@@ -52,12 +53,15 @@ def train(flags: str, steps: int, global_batch: int, folder: Path, processes: in
     command += ["--global-batch-size", str(global_batch), "--train-iters", str(steps + 1)]
     done = subprocess.run([*command, "--metrics-file", str(metrics)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(done.stdout + done.stderr)
+        raise RuntimeError(done.stdout + done.stderr)
     return [json.loads(line) for line in metrics.read_text("utf-8").splitlines()][1:]
 
 
-def compare(names: list[str], rounds: int, steps: int, global_batch: int, extra: str) -> None:
-    """Median tokens per second of each layout, and its ratio to the first one, round by round."""
+def measure(
+    names: list[str], rounds: int, steps: int, global_batch: int, extra: str
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Median tokens per second of each layout in each round, and how far the last losses of a round are apart."""
+    spreads = []
     rates: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         losses = {}
@@ -66,8 +70,14 @@ def compare(names: list[str], rounds: int, steps: int, global_batch: int, extra:
                 lines = train(f"{LAYOUTS[name]} {extra}", steps, global_batch, Path(folder))
             rates[name].append(statistics.median(line["tokens_per_second"] for line in lines))
             losses[name] = lines[-1]["lm_loss"]
-        spread = max(losses.values()) / min(losses.values()) - 1
-        print(f"round {number + 1}: losses agree to {spread:.1e}", flush=True)
+        spreads.append(max(losses.values()) / min(losses.values()) - 1)
+    return rates, spreads
+
+
+def compare(names: list[str], rounds: int, steps: int, global_batch: int, extra: str) -> None:
+    """Print the rate of each layout, and its ratio to the first one, round by round."""
+    rates, spreads = measure(names, rounds, steps, global_batch, extra)
+    print(f"losses of a round agree to {max(spreads):.1e}")
     print(f"\n{'layout':10} {'tokens/s':>9} {'min':>7} {'max':>7}   of {names[0]} (median, min, max of the rounds)")
     for name in names:
         ratios = [mine / first for mine, first in zip(rates[name], rates[names[0]], strict=True)]

@@ -89,17 +89,23 @@ class Theirs:
         return total
 
 
+def sides(folder: Path, length: int, *, bf16: bool, compiled: bool) -> tuple[Ours, Theirs]:
+    """Ours, and PEFT's, perhaps with torch.compile."""
+    torch.set_num_threads(THREADS)
+    return Ours(folder, length, ["--bf16"] * bf16), Theirs(folder, bf16, compiled)
+
+
 def alternate(ours: Ours, theirs: Theirs, rounds: int, steps: int) -> tuple[list[list[float]], list[list[float]]]:
     """Tokens per second of each round, and losses of each step, of both sides. The first round warms up."""
     rates: list[list[float]] = [[], []]
     losses: list[list[float]] = [[], []]
-    sides = [ours, theirs]
+    both = [ours, theirs]
     for number in range(rounds + 1):
         batches = [ours.draw() for _ in range(steps)]
         tokens = sum(each.tokens.numel() for step in batches for each in step)
         for side in (0, 1) if number % 2 else (1, 0):
             begin = time.perf_counter()
-            losses[side] += [sides[side].step(step) for step in batches]
+            losses[side] += [both[side].step(step) for step in batches]
             rates[side].append(tokens / (time.perf_counter() - begin))
     return [each[1:] for each in rates], losses
 
@@ -113,10 +119,8 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--compile", action="store_true", help="theirs with torch.compile")
     args = parser.parse_args()
-    torch.set_num_threads(THREADS)
-    ours = Ours(args.folder, args.seq_length, ["--bf16"] * args.bf16)
-    theirs = Theirs(args.folder, args.bf16, args.compile)
-    rates, losses = alternate(ours, theirs, args.rounds, args.steps)
+    pair = sides(args.folder, args.seq_length, bf16=args.bf16, compiled=args.compile)
+    rates, losses = alternate(*pair, args.rounds, args.steps)
     apart = max(abs(a - b) / b for a, b in zip(*losses, strict=True))
     ratios = [a / b for a, b in zip(*rates, strict=True)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
-from benchmarks.run import WORKLOADS
-from megalite.config.resolve import resolve
-from megalite.config.schema import DataConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainingConfig
+from benchmarks.measure import seconds
+from benchmarks.workloads import CPU, Workload
+from megalite.config.schema import OptimizerConfig, PrecisionConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.models.gpt import GPTStage, units_of
 from megalite.models.stages import whole_model
@@ -27,20 +26,16 @@ from megalite.precision.policy import Precision
 RATES = {"lr": 1e-4, "decoupled_lr": 1e-4, "weight_decay": 0.01, "loss_scale": 1.0}
 
 
-def make(workload: str, *, bf16: bool) -> Optimizer:
+TORCH = "torch AdamW, fused, one tensor"
+
+
+def make(workload: Workload, *, bf16: bool) -> Optimizer:
     """The optimizer of a workload's model, with gradients that are clipped."""
-    model, vocab_size = WORKLOADS[workload]
-    config = RunConfig(
-        model=model,
-        data=DataConfig(seq_length=512),
-        training=TrainingConfig(micro_batch_size=4, train_iters=1),
-        precision=PrecisionConfig(bf16=bf16),
-    )
-    config = resolve(config, 1)
+    config = workload.config(PrecisionConfig(bf16=bf16))
     precision = Precision.from_config(config.precision)
     build = Build(config.model, single_process_mesh(), precision)
-    assert config.model.num_layers is not None
-    stage = GPTStage(build, vocab_size, whole_model(config.model.num_layers), choose_backend(config, "cpu"))
+    span = whole_model(config.model.num_layers)
+    stage = GPTStage(build, workload.vocab_size, span, choose_backend(config, "cpu"))
     initialize(stage, 1)
     optimizer = Optimizer(units_of([stage]), build.mesh, precision, OptimizerConfig(clip_grad=1.0))
     optimizer.begin_step(1)
@@ -57,35 +52,32 @@ def flat_adamw(elements: int) -> Callable[[], object]:
     return optimizer.step
 
 
-def seconds(function: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", choices=list(WORKLOADS), default="gpt2-45m")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    fp32, bf16 = make(args.workload, bf16=False), make(args.workload, bf16=True)
-    elements = sum(bucket.size for bucket in fp32.buckets)
+def measure(workload: Workload, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each side at each repeat; the first two are left out, since they warm up."""
+    fp32, bf16 = make(workload, bf16=False), make(workload, bf16=True)
     sides: dict[str, Callable[[], object]] = {
-        "torch AdamW, fused, one tensor": flat_adamw(elements),
+        TORCH: flat_adamw(sum(bucket.size for bucket in fp32.buckets)),
         "step alone, fp32": lambda: fp32.engines[0].step(1.0, {"default": 1e-4, "decoupled": 1e-4}, 0.01),
         "norm, clip and step, fp32": lambda: fp32.step(fp32.measure(1.0), **RATES),
         "norm, clip, step and copy, bf16": lambda: bf16.step(bf16.measure(1.0), **RATES),
     }
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for repeat in range(args.repeats + 2):
+    for _ in range(repeats + 2):
         for name, side in sides.items():
-            took = seconds(side)
-            if repeat >= 2:  # the first ones warm up
-                times[name].append(took)
-    first = times["torch AdamW, fused, one tensor"]
-    print(f"{elements:,} elements, {args.threads} threads, {args.repeats} alternating repeats")
+            times[name].append(seconds(side, torch.device("cpu")))
+    return {name: own[2:] for name, own in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", choices=list(CPU), default="w1")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    times = measure(CPU[args.workload], args.repeats)
+    first = times[TORCH]
+    print(f"{args.threads} threads, {args.repeats} alternating repeats")
     print(f"{'':34} {'ms':>8}   of torch's (median, min, max)")
     for name, own in times.items():
         ratios = [a / b for a, b in zip(own, first, strict=True)]

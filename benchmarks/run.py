@@ -1,99 +1,174 @@
-"""Training speed of one process, as a share of this machine's GEMM peak measured in the same run.
+"""Training speed beside others on the same machine, in one table.
 
-Absolute times differ between machines; the ratio (MFU) and the comparison of two commits on one machine count.
+    make bench
+    make bench BENCH_ARGS="--workloads w1 w1l --dtype bf16 --rounds 5 --json runs/bench.json"
+
+| workload | what | beside |
+|---|---|---|
+| w1 | GPT-2 style, 45 million parameters, one process | transformers; both eager and compiled |
+| w1l | Llama style, 49 million parameters, one process | the same |
+| w2 | w1l on two processes of one thread, two microbatches a step | PyTorch's DDP and fully_shard |
+| w2-layouts | the same as whole runs of pretrain_gpt.py: TP 2 and PP 2 | our own DP 2 |
+| optimizer | norm, clip and update of w1 | torch's fused AdamW on one tensor |
+| lora | adapters on the model of examples/finetune_lora.sh | PEFT |
+| text | the quickstart's text to token files, two workers | |
+| indices | the sample index of a billion tokens | |
+| checkpoint | save and load of w1's model with Adam's moments | torch.save, torch.load |
+
+All sides begin with the same weights, get the same tokens, hold fp32 parameters, and take turns; the first losses and
+gradient norms must agree. MFU: the model's FLOP/s over those of a GEMM (2048 cubed) of the same dtype in the same run.
+Absolute rates differ between machines; ratios and their spread count.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 
-from megalite.config.resolve import resolve
-from megalite.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from benchmarks import files, layouts, lora, optimizer, sharding
+from benchmarks.measure import Row, gemm_peak, reason, table, write_json
+from benchmarks.peers import transformers_steps
+from benchmarks.sides import LIMITS, Steps, Turns, take_turns
+from benchmarks.workloads import CPU, TINY_CPU, OurSteps, Workload
+from megalite.config.schema import PrecisionConfig
 from megalite.distributed.launch import keep_freed_memory
-from megalite.distributed.mesh import single_process_mesh
-from megalite.estimate.model import training_flops_per_token
-from megalite.models.gpt import GPTStage, plain_tokens, units_of
-from megalite.models.stages import whole_model
-from megalite.nn.attention_backend import choose_backend
-from megalite.nn.module import Build, initialize
-from megalite.optimizer.optimizer import Optimizer
-from megalite.precision.policy import Precision
 
-SEQUENCE, MICRO_BATCH = 512, 4
-GPT2 = ModelConfig(
-    num_layers=6, hidden_size=512, num_attention_heads=8, max_position_embeddings=SEQUENCE,
-    hidden_dropout=0.0, attention_dropout=0.0,
-)  # fmt: skip
-LLAMA = ModelConfig(
-    num_layers=6, hidden_size=512, num_attention_heads=8, group_query_attention=True, num_query_groups=4, swiglu=True,
-    ffn_hidden_size=1408, normalization="RMSNorm", position_embedding_type="rope", add_bias_linear=False,
-    untie_embeddings_and_output_weights=True, hidden_dropout=0.0, attention_dropout=0.0,
-)  # fmt: skip
-WORKLOADS = {"gpt2-45m": (GPT2, 50304), "llama-49m": (LLAMA, 32000)}
+CPU_DEVICE = torch.device("cpu")
+COMPARED = {"no_shard": "DistributedDataParallel", "optim_grads_params": "fully_shard"}
 
 
-def gemm_peak(dtype: torch.dtype, size: int = 2048) -> float:
-    """FLOP/s of a square matrix product."""
-    a = torch.randn(size, size).to(dtype)
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        a @ a
-        times.append(time.perf_counter() - begin)
-    return 2 * size**3 / statistics.median(times[1:])
-
-
-def step_times(config: RunConfig, vocab_size: int, steps: int) -> list[float]:
-    """Seconds of each step after two for warm-up: forward, backward, norm, clip and update."""
-    precision = Precision.from_config(config.precision)
-    build = Build(config.model, single_process_mesh(), precision)
-    assert config.model.num_layers is not None
-    stage = GPTStage(build, vocab_size, whole_model(config.model.num_layers), choose_backend(config, "cpu"))
-    initialize(stage, 1234)
-    optimizer = Optimizer(units_of([stage]), build.mesh, precision, config.optimizer)
-    tokens = torch.randint(0, vocab_size, (MICRO_BATCH, SEQUENCE + 1))
-    times = []
-    for _ in range(steps + 2):
-        begin = time.perf_counter()
-        optimizer.begin_step(1)
-        hidden = stage(tokens[:, :-1], plain_tokens(tokens[:, :-1]))
-        stage.loss(hidden, tokens[:, 1:], scale=1 / (MICRO_BATCH * SEQUENCE)).total.backward()
-        optimizer.reduce_gradients()
-        optimizer.step(optimizer.measure(1.0), lr=1e-4, decoupled_lr=1e-4, weight_decay=0.01, loss_scale=1.0)
-        times.append(time.perf_counter() - begin)
-    return times[2:]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+def our_steps(workload: Workload, dtype: str, *, compiled: bool = False) -> Steps:
+    """Ours, with the allocator's settings that a run of pretrain_gpt.py makes."""
     keep_freed_memory()
-    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    print(f"{'workload':12} {'tokens/s':>9} {'min':>7} {'max':>7} {'GEMM peak':>14} {'MFU':>6}")
-    for name in WORKLOADS if args.workload == "all" else [args.workload]:
-        model, vocab_size = WORKLOADS[name]
-        config = RunConfig(
-            model=model,
-            data=DataConfig(seq_length=SEQUENCE),
-            training=TrainingConfig(micro_batch_size=MICRO_BATCH, train_iters=1),
-            precision=PrecisionConfig(bf16=args.dtype == "bf16"),
-        )
-        config = resolve(config, 1)
-        peak = gemm_peak(dtype)
-        rates = [MICRO_BATCH * SEQUENCE / seconds for seconds in step_times(config, vocab_size, args.steps)]
-        median = statistics.median(rates)
-        share = median * training_flops_per_token(config.model, vocab_size, SEQUENCE) / peak
-        print(f"{name:12} {median:9.0f} {min(rates):7.0f} {max(rates):7.0f} {peak / 1e12:8.3f} TFLOP/s {share:6.1%}")
+    return OurSteps(workload, PrecisionConfig(bf16=dtype == "bf16"), CPU_DEVICE, compiled=compiled)
+
+
+def one_process(name: str, args: argparse.Namespace) -> list[Row]:
+    """w1, w1l: ours and transformers."""
+    workload = (TINY_CPU if args.tiny else CPU)[name]
+    sides = {"megalite": our_steps, "transformers": partial(transformers_steps, device=CPU_DEVICE)}
+    makes: dict[str, Callable[[], Steps]] = {
+        f"{side}{' + compile' if compiled else ''}": partial(make, workload, dtype=args.dtype, compiled=compiled)
+        for compiled in (False, True)
+        for side, make in sides.items()
+        if not (compiled and args.tiny)
+    }
+    peak = args.peak()
+    rows = [Row(name, side, flops=workload.flops, peak=peak) for side in makes]
+    take_turns(rows, list(makes.values()), workload, args.dtype, Turns(args.rounds, args.steps, args.threads))
+    left_out = [f"{side} + compile" for side in sides] if args.tiny else []
+    return [*rows, *(Row(name, side, note="left out: --tiny doesn't compile") for side in left_out)]
+
+
+def data_parallel(name: str, args: argparse.Namespace) -> Iterator[Row]:
+    """w2: ours and PyTorch's data parallelism."""
+    workload = sharding.tiny_workload() if args.tiny else sharding.WORKLOAD
+    peak, bf16 = args.peak(), args.dtype == "bf16"
+    plain = bf16  # our modules can't compute under autocast
+    for strategy, measured in sharding.measure(COMPARED, args.rounds, workload, bf16=bf16, plain=plain):
+        ours = Row(name, f"megalite {strategy}", flops=workload.flops, peak=peak)
+        peer = Row(name, f"PyTorch {COMPARED[strategy]}", flops=workload.flops, peak=peak)
+        for row, times in ((ours, measured.ours), (peer, measured.theirs)):
+            row.rates = [sharding.tokens_of(workload) / each for each in times]
+        peer.loss_apart = measured.apart
+        peer.note = "the plain Llama of benchmarks/plain.py" if plain else "on our modules"
+        if measured.apart > LIMITS[args.dtype][0]:
+            peer.rates, peer.note = [], f"not measured: its losses aren't ours within {LIMITS[args.dtype][0]:g}"
+        else:
+            peer.compare("megalite / this", ours.rates, peer.rates)
+        yield from (ours, peer)
+
+
+def whole_runs(name: str, args: argparse.Namespace) -> list[Row]:
+    """w2-layouts: TP 2 and PP 2 over DP 2."""
+    names, extra = ["dp2", "tp2", "pp2"], ["--bf16"] * (args.dtype == "bf16") + layouts.TINY.split() * args.tiny
+    workload = sharding.WORKLOAD
+    rates, spreads = layouts.measure(names, args.rounds, args.steps, 8, " ".join(extra))
+    flops, peak = (0.0, None) if args.tiny else (workload.flops, args.peak())
+    rows = [Row(name, f"megalite {layout}", rates[layout], flops=flops, peak=peak) for layout in names]
+    for row in rows[1:]:
+        row.compare("x dp2", row.rates, rows[0].rates)
+        row.loss_apart = max(spreads)
+        if row.loss_apart > LIMITS[args.dtype][0]:
+            row.note = f"losses aren't those of dp2 within {LIMITS[args.dtype][0]:g}"
+    return rows
+
+
+def updates(name: str, args: argparse.Namespace) -> Iterator[Row]:
+    """optimizer: time over that of torch's step, so that above 1 is slower."""
+    times = optimizer.measure((TINY_CPU if args.tiny else CPU)["w1"], 5 * args.rounds)
+    first = times.pop(optimizer.TORCH)
+    for side, own in times.items():
+        row = Row(name, side)
+        row.compare("x the time of torch's step", own, first)
+        yield row
+
+
+def adapters(name: str, args: argparse.Namespace) -> list[Row]:
+    """lora: ours and PEFT's."""
+    if not (args.lora_folder / "model").is_dir():
+        made_by = f"sh examples/finetune_lora.sh {args.lora_folder}"
+        return [Row(name, "megalite", note=f"left out: there is no {args.lora_folder}: {made_by}")]
+    sides = lora.sides(args.lora_folder, 128, bf16=args.dtype == "bf16", compiled=False)
+    rates, losses = lora.alternate(*sides, args.rounds, args.steps)
+    rows = [Row(name, side, own) for side, own in zip(("megalite", "PEFT"), rates, strict=True)]
+    rows[1].compare("megalite / this", *rates)
+    rows[1].loss_apart = max(abs(a - b) / b for a, b in zip(*losses, strict=True))
+    return rows
+
+
+def without_training(name: str, args: argparse.Namespace) -> list[Row]:
+    """text, indices, checkpoint."""
+    if name == "text":
+        return [files.text(name, files.QUICKSTART, args.rounds)]
+    if name == "indices":
+        return [files.indices(name, 10**6 if args.tiny else 10**9, args.rounds)]
+    return list(files.checkpoint(name, (TINY_CPU if args.tiny else CPU)["w1"], args.rounds))
+
+
+WORKLOADS = {
+    "w1": one_process,
+    "w1l": one_process,
+    "w2": data_parallel,
+    "w2-layouts": whole_runs,
+    "optimizer": updates,
+    "lora": adapters,
+    **dict.fromkeys(("text", "indices", "checkpoint"), without_training),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = list(WORKLOADS)
+    parser.add_argument("--workloads", nargs="+", choices=every, default=every[:4], help=f"default {every[:4]}")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one that warms up")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a side in a round")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of one process")
+    parser.add_argument("--lora-folder", type=Path, default=Path("runs/lora"), help="of examples/finetune_lora.sh")
+    parser.add_argument("--json", type=Path, help="write the table to this file too")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, not compiled: the rates mean nothing")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    args.peak = partial(gemm_peak, args.dtype, CPU_DEVICE, 128 if args.tiny else None)
+    rows: list[Row] = []
+    for name in args.workloads:
+        try:
+            found = list(WORKLOADS[name](name, args))
+        except Exception as error:  # the other workloads are still wanted
+            found = [Row(name, "", note=reason(error))]
+        print(table(found), end="\n\n", file=sys.stderr, flush=True)
+        rows += found
+    print(table(rows))
+    write_json(args.json, rows, dtype=args.dtype, rounds=args.rounds, steps=args.steps, tiny=args.tiny)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -112,7 +112,7 @@ class TorchFused(_Fused):
         self._set_rates(rates, weight_decay)
         self.optimizer.grad_scale = None
         if factor != 1.0 and self._folds:
-            self.optimizer.grad_scale = torch.tensor(1.0 / factor, device=self._device)
+            self.optimizer.grad_scale = torch.full((), 1.0 / factor, device=self._device)  # no copy
         else:
             self._multiply_gradients(factor)
         self.optimizer.step()

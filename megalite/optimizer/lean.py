@@ -211,5 +211,5 @@ class LeanAdam:
         all_reduce(largest, self.mesh.world, "max")
         formats = (self._formats[kind] for kind in kinds)
         tops = [format.largest for format in formats if format is not None]
-        rows = zip(kinds, largest, tops, strict=True)
-        return {kind: fitting_scale(row, top).tolist() for kind, row, top in rows}
+        scales = torch.stack([fitting_scale(row, top) for row, top in zip(largest, tops, strict=True)])
+        return dict(zip(kinds, scales.tolist(), strict=True))  # one transfer

@@ -111,7 +111,7 @@ class LogarithmState:
     def encode(self, x: Tensor, uniform: Tensor) -> Tensor:
         """The code below or above, unbiased as `FloatState`'s; above zero never that of zero."""
         table = _powers(x.dtype, x.device)
-        x = torch.where(x > 0, x.clamp(float(table[1]), 1.0), x)
+        x = torch.where(x > 0, x.maximum(table[1]).clamp(max=1.0), x)
         code = (torch.searchsorted(table, x, right=True) - 1).clamp(max=254)
         below, above = table[code], table[code + 1]
         return code + (uniform < (x - below) / (above - below))

@@ -74,8 +74,8 @@ class Trainer:
             self.on_first_gradients = None
         with self.timers.section("grad-norm", 2):
             result = self.optimizer.measure(loss_scale)
-        counted, processed = map(int, tokens.tolist())
-        return self._finish(samples, counted, processed, float(loss.item()), loss_scale, result)
+        mean, counted, processed = torch.cat([loss.view(1), tokens]).tolist()  # one transfer; counts are exact in it
+        return self._finish(samples, int(counted), int(processed), mean, loss_scale, result)
 
     def _count_tokens(self, microbatches: list[Microbatch]) -> Tensor:
         """Tokens of the global batch, int64 [2] on the device: those whose loss counts, over which it is the mean, and
