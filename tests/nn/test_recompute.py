@@ -77,7 +77,7 @@ def test_every_recomputed_module_keeps_less_by_what_it_would_keep(network: dict[
     assert kept(layers_at_once=1) < kept(first_layers=2) < plain
     assert kept("core_attn") < plain
     inner = 48 * 3 if "swiglu" in network else 2 * 128  # what lies between the two linear layers
-    told = 16 * 16 + 16 * 8  # what a recomputed module is told of its tokens: their mask and places
+    told = 16 * 16 + 2 * 16 * 8  # what a recomputed module is told of its tokens: their mask, positions and places
     assert kept("mlp") <= plain - layers * tokens * inner * 4 + told
     normed = layers * 2 * tokens * hidden * 4  # the results of both norms
     assert kept("layernorm") <= plain - normed + told

@@ -115,5 +115,5 @@ def test_fp8_histories_of_another_length_start_anew_and_the_note_names_the_flag(
         capsys.readouterr()
         go(config_of(tmp_path, fp8_amax_history_len=length, **fp8), 0)
         layers = 4 * config_of(tmp_path).model.num_layers
-        note = f"has no FP8 history of --fp8-amax-history-len {length} for {layers} layers: it starts anew there"
+        note = f"has no FP8 history of --fp8-amax-history-len {length} for {layers} linear layers: it starts anew there"
         assert (note in capsys.readouterr().out) == told
