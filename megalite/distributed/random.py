@@ -66,10 +66,10 @@ def normal(key: Tensor, index: Tensor) -> Tensor:
 def keep_mask(key: Tensor, index: Tensor, drop: float) -> Tensor:
     """True with probability 1 - drop for every (key, index)."""
     limit = int(drop * 2.0**53)
+    key, index = torch.broadcast_tensors(key, index)
     if key.is_cuda or key.ndim == 0:
         return bits(key, index) >= limit
     # On a CPU by parts that stay in its caches: every step of the hash reads and writes all of it.
-    key, index = torch.broadcast_tensors(key, index)
     result = torch.empty(key.shape, dtype=torch.bool)
     step = max(1, len(result) * _CACHED // max(1, result.numel()))
     for at in range(0, len(result), step):
