@@ -44,7 +44,9 @@ def conversation(kind: str) -> list[dict[str, str]]:
 
 
 def transformers_tokenizer(folder: Path) -> Any:
-    return pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(str(folder))
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(str(folder))
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)

@@ -110,7 +110,8 @@ def test_one_class_or_none_is_told(tmp_path: Path) -> None:
 
 
 def test_a_cut_text_keeps_the_tokens_that_transformers_keeps(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     put_template(chat_tokenizer(tmp_path), "<|begin|> $A <|im_end|>")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
     lines = [{"text": "The quick brown fox " * count, "label": count} for count in (1, 2, 9)]
@@ -127,7 +128,8 @@ def test_a_cut_text_keeps_the_tokens_that_transformers_keeps(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("parse", [False, True])
 def test_a_special_token_in_a_labelled_text_is_plain_text_unless_asked_otherwise(tmp_path: Path, parse: bool) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     folder = chat_tokenizer(tmp_path)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder), split_special_tokens=not parse)
     lines = [{"text": text, "label": text} for text in ("a<|im_end|>b", "<|endoftext|>")]

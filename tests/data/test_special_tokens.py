@@ -36,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> Any:
     """Transformers' tokenizer, which reads special tokens as plain text."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder), split_special_tokens=True)
 
 
@@ -155,7 +156,8 @@ def test_tokens_that_frame_turns_are_guarded_though_their_file_calls_them_not_sp
 
 
 def test_line_breaks_and_digits_that_are_tokens_of_their_own_are_text(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     place = chat_tokenizer(tmp_path)
     content = json.loads((place / "tokenizer.json").read_text())
     form = {"special": False, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
@@ -262,7 +264,8 @@ BESIDE: dict[str, dict[str, Any]] = {
 def test_tokens_that_only_the_files_beside_a_tokenizer_json_name_have_transformers_ids(
     tmp_path: Path, kind: str
 ) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     place = chat_tokenizer(tmp_path)
     for name, content in BESIDE[kind].items():
         (place / name).write_text(json.dumps(content))
@@ -291,7 +294,8 @@ SLOW_CONFIG = {
 def test_a_slow_tokenizers_folder_is_refused_with_a_command_that_gives_transformers_ids(
     tmp_path: Path, kind: str
 ) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     place = tmp_path / "slow"
     place.mkdir()
     (place / "config.json").write_text(json.dumps({"model_type": kind}))

@@ -103,7 +103,8 @@ def test_a_tokenizer_of_another_size_is_refused_with_both_sizes(tmp_path: Path) 
 
 
 def test_a_hugging_face_folder_continues_greedily_as_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     loaded = load_huggingface_for_generation(str(save_hf(tmp_path)), given=ONE_THREAD)
     assert loaded.notes == [f"{tmp_path}, fp32 on cpu"]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)

@@ -199,7 +199,9 @@ def test_a_conversation_is_read_line_by_line(
 def test_an_adapter_is_put_on_the_model(
     tool: ModuleType, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    import peft
+    import transformers
+
     base = transformers.AutoModelForCausalLM.from_pretrained(hf, local_files_only=True)
     how = peft.LoraConfig(r=4, lora_alpha=64, init_lora_weights=False, target_modules="all-linear")
     theirs = peft.get_peft_model(base, how)
