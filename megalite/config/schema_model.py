@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalite.config.schema_experts import ExpertFields
 from megalite.config.schema_field import ABOVE_ZERO, AT_LEAST_ONE, BELOW_ONE, Bound, flag
+from megalite.config.schema_latent import LatentFields
 
 ROTARY = ("rope", "yarn", "dynamic", "longrope")  # kinds of positions that rotate queries and keys
 
 
 @dataclass
-class ModelConfig:
-    """The network: its parameters and what it computes."""
+class TransformerFields:
+    """The transformer: its parameters and what it computes."""
 
     preset: str | None = flag(
         None, "named model, e.g. gpt2-345m or llama-7b: sets the network flags that you leave out"
@@ -123,3 +125,8 @@ class ModelConfig:
     label_smoothing: float = flag(
         0.0, "share of the target's weight spread evenly over the vocabulary in training", bound=BELOW_ONE
     )
+
+
+@dataclass
+class ModelConfig(LatentFields, ExpertFields, TransformerFields):
+    """The network: its parameters and what it computes. (Fields of the last base come first.)"""
