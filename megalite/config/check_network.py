@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalite.config.check_context import context_problems
 from megalite.config.fields import all_fields, needs
 from megalite.config.resolve import data_parallel_size, ffn_width, parse_window, pipeline_units, shards, virtual_stages
 from megalite.config.schema import ROTARY, ModelConfig, RunConfig
@@ -91,8 +92,7 @@ def layout_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     yield from _tensor_problems(config)
     yield from _pipeline_problems(config)
-    if cp > 1 and config.data.seq_length is not None and config.data.seq_length % (2 * cp):
-        yield f"--seq-length {config.data.seq_length} is not a multiple of 2 x --context-parallel-size {cp}"
+    yield from context_problems(config)
     if layout.device == "cpu" and layout.distributed_backend == "nccl":
         yield "--distributed-backend nccl needs CUDA: with --device cpu use gloo"
     yield from _sharding_problems(config)
@@ -114,10 +114,8 @@ def _tensor_problems(config: RunConfig) -> Iterator[str]:
         derived = "" if model.ffn_hidden_size is not None else " (its default)"
         yield f"{flag} does not divide --ffn-hidden-size {width}{derived}"
     length = config.data.seq_length
-    shares = tp * layout.context_parallel_size
-    if layout.sequence_parallel and length is not None and length % shares:
-        cut = flag if layout.context_parallel_size == 1 else f"{flag} x --context-parallel-size {shares // tp}"
-        yield f"--sequence-parallel: {cut} does not divide --seq-length {length}"
+    if layout.sequence_parallel and layout.context_parallel_size == 1 and length is not None and length % tp:
+        yield f"--sequence-parallel: {flag} does not divide --seq-length {length}"
 
 
 def _pipeline_problems(config: RunConfig) -> Iterator[str]:

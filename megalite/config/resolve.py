@@ -38,6 +38,14 @@ def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
     return world_size // model_parallel if model_parallel > 0 and world_size % model_parallel == 0 else 0
 
 
+def heads_exchanged(layout: LayoutConfig) -> int:
+    """How many neighbouring context-parallel ranks exchange heads; the others exchange keys and values."""
+    if layout.cp_comm_type == "a2a":
+        return layout.context_parallel_size
+    sizes = layout.hierarchical_context_parallel_sizes
+    return sizes[0] if layout.cp_comm_type == "a2a+p2p" and sizes else 1
+
+
 def shards(config: RunConfig) -> bool:
     """Whether data-parallel ranks share out state."""
     layout = config.layout
@@ -53,14 +61,16 @@ def drop_idle(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]
     idle: dict[str, list[str]] = {}
     if config.layout.tensor_model_parallel_size == 1:
         idle["with --tensor-model-parallel-size 1"] = ["layout.sequence_parallel"]
-    if data_parallel_size(config.layout, world_size) == 1:
-        idle["with one data-parallel rank"] = [
-            "layout.use_distributed_optimizer",
-            "layout.data_parallel_sharding_strategy",
-            "layout.overlap_grad_reduce",
-            "layout.overlap_param_gather",
-            "layout.ddp_bucket_size",
-        ]
+    if config.layout.context_parallel_size == 1:
+        idle["with --context-parallel-size 1"] = ["layout.cp_comm_type", "layout.hierarchical_context_parallel_sizes"]
+        if data_parallel_size(config.layout, world_size) == 1:
+            idle["with one data-parallel rank"] = [
+                "layout.use_distributed_optimizer",
+                "layout.data_parallel_sharding_strategy",
+                "layout.overlap_grad_reduce",
+                "layout.overlap_param_gather",
+                "layout.ddp_bucket_size",
+            ]
     fields, copied, lines = all_fields(), copy.deepcopy(config), []
     for why, paths in idle.items():
         for path in paths:

@@ -38,16 +38,18 @@ class LayoutConfig:
 
     tensor_model_parallel_size: int = flag(1, "ranks that each hold a part of every layer's matrices (TP)")
     pipeline_model_parallel_size: int = flag(1, "stages that each hold a part of the layers (PP)")
-    context_parallel_size: int = flag(1, "ranks that share every sequence", planned="context parallelism")
+    context_parallel_size: int = flag(1, "ranks that each hold a part of every sequence (CP)")
     expert_model_parallel_size: int = flag(1, "ranks that share the experts", planned="expert parallelism")
     expert_tensor_parallel_size: int | None = flag(
         None, "ranks that each hold a part of every expert's matrices; default: as TP", planned="expert parallelism"
     )
     cp_comm_type: str = flag(
         "p2p",
-        "how context-parallel ranks exchange keys and values: in a ring, all at once, as heads, or heads then a ring",
+        "what context-parallel ranks exchange: keys and values in a ring, or all at once; heads; heads, then in a ring",
         choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
-        planned="context parallelism",
+    )
+    hierarchical_context_parallel_sizes: list[int] | None = flag(
+        None, "with --cp-comm-type a2a+p2p: ranks that exchange heads, and ranks in a ring"
     )
     sequence_parallel: bool = flag(False, "split activations between blocks along the sequence over the TP ranks")
     num_layers_per_virtual_pipeline_stage: int | None = flag(

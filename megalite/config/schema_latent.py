@@ -1,7 +1,5 @@
 """The configuration of multi-latent attention and of multi-token prediction (DeepSeek-AI 2024)."""
 
-
-
 from __future__ import annotations
 
 from dataclasses import dataclass

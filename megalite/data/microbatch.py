@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from megalite.data.document_mask import Item
+from megalite.distributed.context import zigzag
+from megalite.distributed.mesh import Group
 
 
 @dataclass
@@ -20,6 +22,9 @@ class Microbatch:
     counts. document_ids: int32 [b, s] with --reset-attention-mask or --sft-packing, else None: attention stays within
     equal ids. sample_ids: int64 [b], each sample's number in the order in which the whole run consumes samples; the
     dropout key.
+
+    `places` int64 [n], where the batch is a part of its sequences: which tokens. Then tokens, labels and loss_mask are
+    [b, n]; position_ids and document_ids are still of whole sequences.
     """
 
     tokens: torch.Tensor
@@ -28,11 +33,20 @@ class Microbatch:
     position_ids: torch.Tensor
     sample_ids: torch.Tensor
     document_ids: torch.Tensor | None = None
+    places: torch.Tensor | None = None
 
     @classmethod
     def from_arrays(cls, arrays: Item) -> Microbatch:
         """From stacked arrays under the names of the fields; shares their memory."""
         return cls(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+    def of_rank(self, group: Group) -> Microbatch:
+        """The tokens of this rank of a context-parallel group."""
+        if group.size == 1:
+            return self
+        places = zigzag(self.tokens.shape[1], group.size, group.rank)
+        cut = {name: getattr(self, name)[:, places] for name in ("tokens", "labels", "loss_mask")}
+        return dataclasses.replace(self, **cut, places=places)
 
     def pin_memory(self) -> Microbatch:
         """A copy in page-locked memory."""

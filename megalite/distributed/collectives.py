@@ -76,12 +76,12 @@ class Pending:
     """A collective under way: `wait()` returns its result. Until then neither input nor result may be touched."""
 
     result: Tensor
-    work: dist.Work | None = None
+    works: Sequence[dist.Work] = ()
     input: Tensor | None = None  # kept alive
 
     def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
+        for work in self.works:
+            work.wait()
         return self.result
 
 
@@ -90,7 +90,7 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     if group.size == 1:
         return Pending(x)
     x = x.contiguous()
-    return Pending(x, dist.all_reduce(x, group=group.process_group, async_op=True))
+    return Pending(x, [dist.all_reduce(x, group=group.process_group, async_op=True)])
 
 
 def start_all_gather(x: Tensor, group: Group) -> Pending:
@@ -99,7 +99,7 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
         return Pending(x)
     x = x.contiguous()
     result = x.new_empty(x.shape[0] * group.size, *x.shape[1:])
-    return Pending(result, dist.all_gather_single(result, x, group=group.process_group, async_op=True), x)
+    return Pending(result, [dist.all_gather_single(result, x, group=group.process_group, async_op=True)], x)
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
@@ -109,7 +109,18 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     assert x.shape[0] % group.size == 0, f"{group.size} ranks do not divide the first dimension of {tuple(x.shape)}"
     x = x.contiguous()
     result = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
-    return Pending(result, dist.reduce_scatter_single(result, x, group=group.process_group, async_op=True), x)
+    return Pending(result, [dist.reduce_scatter_single(result, x, group=group.process_group, async_op=True)], x)
+
+
+def start_shift(x: Tensor, group: Group) -> Pending:
+    """The `x` of the member before this one, the last being before the first; this one's goes to the next. All have the
+    same shape."""
+    x, size = x.contiguous(), group.size
+    result = torch.empty_like(x)
+    after, before = (group.ranks[(group.rank + step) % size] for step in (1, -1))
+    sent = dist.P2POp(dist.isend, x, after, group.process_group)
+    received = dist.P2POp(dist.irecv, result, before, group.process_group)
+    return Pending(result, dist.batch_isend_irecv([sent, received]), x)
 
 
 def sum_over_ranks(tensor: Tensor, ranks: tuple[int, ...], mesh: Mesh, replica: Group) -> Tensor:
@@ -171,6 +182,26 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return start_reduce_scatter(grads[0], ctx.group).wait(), None
+
+
+class _Transpose(torch.autograd.Function):
+    """Part i of the first dimension to member i, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, x = group, x.contiguous()
+        result = torch.empty_like(x)
+        dist.all_to_all_single(result, x, group=group.process_group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return cast(Tensor, _Transpose.apply(grads[0], ctx.group)), None
+
+
+def transpose_over_ranks(x: Tensor, group: Group) -> Tensor:
+    """`x` [size, ...], whose i-th part is for member i → [size, ...], whose i-th part is from member i."""
+    return x if group.size == 1 else cast(Tensor, _Transpose.apply(x, group))
 
 
 def gather_sequence(x: Tensor, group: Group) -> Tensor:

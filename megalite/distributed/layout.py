@@ -7,12 +7,16 @@ ranks; both multiply to the world size. Pure data: nothing here touches torch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from megalite.config.resolve import heads_exchanged
 from megalite.config.schema import LayoutConfig
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")  # slowest first
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
+CONTEXT_AXES = ("pp", "dp", "ring", "heads", "tp")  # cp, by what its ranks exchange
+_FAMILIES = (DENSE_AXES, EXPERT_AXES, CONTEXT_AXES)
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ DOMAINS = (DENSE,)
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes. `dp` is the number of model replicas times 1/cp."""
+    """Sizes of the axes. `dp` is the number of model replicas times 1/cp. `heads`: how many neighbouring
+    context-parallel ranks exchange heads; those that differ in `ring` exchange keys and values."""
 
     tp: int = 1
     pp: int = 1
@@ -39,10 +44,12 @@ class Layout:
     cp: int = 1
     ep: int = 1
     etp: int = 1
+    heads: int = 1
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         assert min(self.tp, self.pp, self.dp, self.cp, self.ep, self.etp) >= 1
+        assert self.cp % self.heads == 0
         assert (self.dp * self.cp * self.tp) % (self.ep * self.etp) == 0
 
     @classmethod
@@ -51,7 +58,8 @@ class Layout:
         tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
         cp, ep = config.context_parallel_size, config.expert_model_parallel_size
         dp = world_size // (tp * pp * cp)
-        return cls(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, sequence_parallel=config.sequence_parallel)
+        heads = heads_exchanged(config)
+        return cls(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, heads=heads, sequence_parallel=config.sequence_parallel)
 
     @property
     def world_size(self) -> int:
@@ -63,17 +71,27 @@ class Layout:
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     @property
-    def sequence_multiple(self) -> int:
-        """What a sequence's length must be a multiple of: between blocks it is cut into so many parts."""
+    def ring(self) -> int:
+        """Context-parallel ranks that exchange keys and values."""
+        return self.cp // self.heads
+
+    @property
+    def sequence_parts(self) -> int:
+        """Into how many parts the tokens of a context-parallel rank are cut between blocks."""
         return self.tp if self.sequence_parallel else 1
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What a sequence's length must be a multiple of: each context-parallel rank holds two equal chunks of it."""
+        return self.sequence_parts if self.cp == 1 else self.cp * math.lcm(2, self.sequence_parts)
 
     def size(self, axis: str) -> int:
         return int(getattr(self, axis))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Index of `rank` along every axis, dense and expert."""
+        """Index of `rank` along every axis."""
         result: dict[str, int] = {}
-        for axes in (DENSE_AXES, EXPERT_AXES):
+        for axes in _FAMILIES:
             rest = rank
             for axis in reversed(axes):
                 rest, result[axis] = divmod(rest, self.size(axis))
@@ -92,8 +110,9 @@ class Layout:
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The group along `axes` that holds `rank`."""
-        family = DENSE_AXES if all(axis in DENSE_AXES for axis in axes) else EXPERT_AXES
-        assert all(axis in family for axis in axes), f"{axes} mixes dense and expert axes"
+        families = (each for each in _FAMILIES if set(axes) <= set(each))
+        family = next(families, None)
+        assert family is not None, f"{axes} aren't axes of one family"
         here, ranks = self.coordinates(rank), [0]
         for axis in family:
             indices = range(self.size(axis)) if axis in axes else (here[axis],)

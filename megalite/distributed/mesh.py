@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megalite.distributed.layout import DENSE, DOMAINS, Layout
 
 GROUP_AXES = (
-    *(("tp",), ("cp",), ("dp",), ("pp",)),
+    *(("tp",), ("cp",), ("dp",), ("pp",), ("ring",), ("heads",)),
     *(axes for domain in DOMAINS for axes in (domain.data_axes, domain.model_axes)),
     *(("pp", "dp", "cp"), ("pp", "dp", "cp", "tp")),
 )
@@ -39,7 +39,8 @@ class Group:
 class Mesh:
     """This process's place in a layout, with a `Group` along each axis.
 
-    `tp`, `pp`, `dp`, `cp`: one axis. `dp_cp`: ranks that hold the same dense parameters and see other data.
+    `tp`, `pp`, `dp`, `cp`: one axis. `heads`, `ring`: context-parallel ranks that exchange heads, or keys and values.
+    `dp_cp`: ranks that hold the same dense parameters and see other data.
     `model`: one replica (pp x tp).
     `all_but_tp`: ranks among which a number that tensor-parallel ranks hold alike is summed.
     `world`: all ranks of the layout, which may be the first ranks of a larger torch world (as in the process pool).
@@ -59,6 +60,7 @@ class Mesh:
             ranks = layout.group_of(rank, *axes)
             self._groups[axes] = Group(ranks, ranks.index(rank), groups.get(ranks))
         self.tp, self.cp, self.dp, self.pp = (self._groups[axis,] for axis in ("tp", "cp", "dp", "pp"))
+        self.ring, self.heads = self.along(("ring",)), self.along(("heads",))
         self.dp_cp, self.model = self.along(DENSE.data_axes), self.along(DENSE.model_axes)
         self.all_but_tp = self.along(("pp", "dp", "cp"))
         self.world = self.along(("pp", "dp", "cp", "tp"))

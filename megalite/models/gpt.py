@@ -19,7 +19,9 @@ from megalite.distributed.collectives import gather_sequence
 from megalite.distributed.mesh import Group
 from megalite.models.classifier import ClassifierHead
 from megalite.models.stages import StageSpan
-from megalite.nn.attention_backend import AttentionBackend, CoreAttention, core_attention
+from megalite.nn.attention_backend import AttentionBackend
+from megalite.nn.attention_core import CoreAttention
+from megalite.nn.attention_kernels import core_attention
 from megalite.nn.cross_entropy import OutputCrossEntropy, OutputLoss
 from megalite.nn.dropout import hidden_dropout
 from megalite.nn.embedding import PositionEmbedding, VocabularyParallelEmbedding, vocabulary_spec
@@ -154,7 +156,7 @@ class GPTStage(ShardedModule):
             tokens = self.virtual.before(tokens)
         rotary = None
         if self.config.position_embedding_type in ROTARY:
-            rotary = rotary_table(self.config, tokens.positions, self.wide)
+            rotary = rotary_table(self.config, tokens, self.wide)
         tokens = replace(tokens, mask=self.core.mask(tokens), rotary=rotary)  # once for all layers
         if self.span.has_embedding:
             assert self.embedding is not None

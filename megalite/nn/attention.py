@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalite.distributed.collectives import start_all_gather
 from megalite.distributed.mesh import Group
 from megalite.distributed.param_spec import Init, grouped_qkv
-from megalite.nn.attention_backend import CoreAttention
+from megalite.nn.attention_core import CoreAttention
 from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.nn.module import Build, ShardedModule
 from megalite.nn.norm import Norm

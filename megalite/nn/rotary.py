@@ -15,6 +15,7 @@ from torch import Tensor
 from megalite.config.check_network import yarn_turns
 from megalite.config.schema import ModelConfig
 from megalite.nn.pure import Differentiable
+from megalite.nn.tokens import Tokens
 
 
 def rotary_width(config: ModelConfig) -> int:
@@ -111,18 +112,10 @@ def attention_factor(config: ModelConfig) -> float:
     return (0.1 * config.yarn_mscale * grown + 1.0) / (0.1 * config.yarn_mscale_all_dim * grown + 1.0)
 
 
-def sequence_lengths(position_ids: Tensor) -> Tensor:
-    """How many positions the sequence of each token reaches, int64 [b, s]: a sequence is a run of positions that grow
-    by one, and what went before its first position is part of it (earlier tokens in a cache)."""
-    begins = position_ids.diff(dim=1, prepend=position_ids[:, :1]) != 1
-    sequence = begins.cumsum(dim=1) - 1
-    last = torch.zeros_like(position_ids).scatter_reduce(1, sequence, position_ids, "amax")
-    return last.gather(1, sequence) + 1
-
-
-def rotary_table(config: ModelConfig, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [s, b or 1, 1, rotary width / 2] in `dtype` for `position_ids` [b or 1, s]."""
-    lengths = sequence_lengths(position_ids).t()[:, :, None] if scales_by_length(config) else None
+def rotary_table(config: ModelConfig, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [s, b or 1, 1, rotary width / 2] in `dtype` for the positions of `tokens`."""
+    position_ids = tokens.positions
+    lengths = tokens.lengths().t()[:, :, None] if scales_by_length(config) else None
     frequencies = inverse_frequencies(config, dtype, position_ids.device, lengths)
     angles = position_ids.t().to(dtype)[:, :, None, None] * frequencies
     factor = attention_factor(config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,11 @@ class Places:
         documents = None if self.documents is None else self.documents[:, start:stop]
         return Places(self.index[start:stop], documents, self.virtual)
 
+    def take(self, index: Tensor) -> Places:
+        """Those at `index`, int64 [n]."""
+        documents = None if self.documents is None else self.documents[:, index]
+        return Places(self.index[index], documents, self.virtual)
+
     def after(self, count: int) -> Places:
         """These, and `count` virtual tokens before them."""
         index = torch.cat((torch.arange(count, device=self.index.device), self.index + count))
@@ -69,6 +74,23 @@ def cumulative_lengths(document_ids: Tensor) -> Tensor:
     return F.pad(borders, (0, 1), value=batch * length).to(torch.int32)
 
 
+def sequence_lengths(position_ids: Tensor) -> Tensor:
+    """How many positions the sequence of each token reaches, int64 [b, s]: a sequence is a run of positions that grow
+    by one, and what went before its first position is part of it (earlier tokens in a cache)."""
+    begins = position_ids.diff(dim=1, prepend=position_ids[:, :1]) != 1
+    sequence = begins.cumsum(dim=1) - 1
+    last = torch.zeros_like(position_ids).scatter_reduce(1, sequence, position_ids, "amax")
+    return last.gather(1, sequence) + 1
+
+
+class Sequences(NamedTuple):
+    """The whole sequences of which a rank has some tokens: `places` of all their tokens, without virtual ones;
+    `positions` int64 [b, s], with those of virtual tokens that pass through the layers."""
+
+    places: Places
+    positions: Tensor
+
+
 @dataclass(frozen=True)
 class Tokens:
     """What a forward knows of its s tokens besides the activations.
@@ -77,7 +99,7 @@ class Tokens:
     the keys that attention reads, where these aren't the tokens' own (a cache, a prefix). `group`: ranks over which
     activations between blocks are cut along s (sequence parallelism). `dropout_keys` int64 [b]: None in evaluation.
     `borders` int32: `cumulative_lengths` of the documents, for kernels that take no mask. `begins`: the sequences begin
-    here; not so where earlier tokens are in the cache.
+    here; not so where earlier tokens are in the cache. `sequences`: None where this rank has all of them.
 
     The model adds what is the same in all layers: `mask`, as `visibility` (None: the causal rule is all), and `rotary`,
     cosines and sines of the positions (None: nothing is rotated).
@@ -91,6 +113,7 @@ class Tokens:
     borders: Tensor | None = None
     cache: KeyValueCache | None = None
     begins: bool = True
+    sequences: Sequences | None = None
     mask: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
 
@@ -98,6 +121,22 @@ class Tokens:
     def whole(cls, positions: Tensor, documents: Tensor | None = None) -> Tokens:
         """All tokens of sequences, which begin here; in evaluation."""
         return cls(positions, Places(torch.arange(positions.shape[1], device=positions.device), documents))
+
+    @classmethod
+    def at(cls, index: Tensor | None, positions: Tensor, documents: Tensor | None = None) -> Tokens:
+        """The tokens at `index` int64 [n] of sequences with `positions` and `documents` [b, s]; None: all. In
+        evaluation."""
+        whole = cls.whole(positions, documents)
+        if index is None:
+            return whole
+        sequences = Sequences(whole.queries, positions)
+        return cls(positions[:, index], whole.queries.take(index), sequences=sequences)
+
+    def lengths(self) -> Tensor:
+        """`sequence_lengths` of the whole sequences, for these tokens: int64 as `positions`."""
+        if self.sequences is None:
+            return sequence_lengths(self.positions)
+        return sequence_lengths(self.sequences.positions)[:, self.queries.index]
 
     @property
     def causal_alone(self) -> bool:
@@ -126,12 +165,18 @@ class VirtualTokens:
     def before(self, tokens: Tokens) -> Tokens:
         """What a forward knows of `tokens` behind the virtual ones."""
         positions, queries = tokens.positions + self.count, tokens.queries
+        sequences = tokens.sequences
+        if sequences is not None:
+            sequences = sequences._replace(positions=sequences.positions + self.count)
         keys = (queries if tokens.keys is None else tokens.keys).after(self.count)
         if not self.in_sequence:
-            return replace(tokens, positions=positions, keys=keys)
+            return replace(tokens, positions=positions, keys=keys, sequences=sequences)
         if not tokens.begins:  # they are in the cache
             queries = Places(queries.index + self.count, queries.documents, self.count)
             return replace(tokens, positions=positions, queries=queries, keys=keys)
         assert tokens.keys is None, "tokens in the sequence read their own keys"
         virtual = torch.arange(self.count, device=positions.device).expand(positions.shape[0], -1)
-        return replace(tokens, positions=torch.cat((virtual, positions), dim=1), queries=keys)
+        positions = torch.cat((virtual, positions), dim=1)
+        if sequences is not None:  # each rank has the virtual tokens, which see none of the others
+            sequences = sequences._replace(positions=torch.cat((virtual, sequences.positions), dim=1))
+        return replace(tokens, positions=positions, queries=keys, sequences=sequences)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megalite.nn.attention import GroupedQueryAttention
-from megalite.nn.attention_backend import CoreAttention
+from megalite.nn.attention_core import CoreAttention
 from megalite.nn.dropout import hidden_dropout
 from megalite.nn.mlp import MLP
 from megalite.nn.module import Build, ShardedModule

@@ -151,29 +151,32 @@ class Continuations:
 
     def _likeliest(self, texts: Sequence[Sequence[int]]) -> list[int]:
         """The id that follows each text; the same on all ranks."""
-        found: list[list[tuple[float, int]]] = []
+        found: list[tuple[int, float, int]] = []
 
         def choose(stage: GPTStage, hidden: Tensor, batch: Microbatch) -> None:
-            found.append(self._local(stage, hidden, batch))
+            found.extend(self._local(stage, hidden, batch))
 
-        self.engine.evaluate([self._padded(texts)], choose)
-        following = None
-        if found:  # on ranks of the last stage
-            shares = all_gather_objects(found[0], self.mesh.tp)
-            following = [max(row, key=lambda share: share[0])[1] for row in zip(*shares, strict=True)]
-        ids: list[int] = all_gather_objects(following, self.mesh.pp)[-1]
-        return ids
+        self.engine.evaluate([self._padded(texts).of_rank(self.mesh.cp)], choose)
+        best: dict[int, tuple[float, int]] = {}
+        for group in (self.mesh.tp, self.mesh.cp, self.mesh.pp):  # who has not the last stage or a text finds nothing
+            found = [each for share in all_gather_objects(found, group) for each in share]
+        for text, value, token in found:
+            if text not in best or value > best[text][0]:
+                best[text] = value, token
+        return [best[text][1] for text in range(len(texts))]
 
-    def _local(self, stage: GPTStage, hidden: Tensor, batch: Microbatch) -> list[tuple[float, int]]:
-        """Largest logit and its id after each text, among the columns of this tensor-parallel rank."""
+    def _local(self, stage: GPTStage, hidden: Tensor, batch: Microbatch) -> list[tuple[int, float, int]]:
+        """Of each text that ends here: its number, the largest logit after it and the id of that, among the columns of
+        this tensor-parallel rank."""
         rows, places = batch.loss_mask.nonzero(as_tuple=True)
         indices = (places + stage.sequence_length(0)) * len(rows) + rows
         first = stage.group.rank * stage.output_weight.shape[0]
         logits = stage.logits(hidden, indices)[:, : max(0, self.tokenizer.vocab_size - first)]
         if not logits.shape[1]:
-            return [(-float("inf"), 0)] * len(rows)
+            return []
         values, columns = logits.max(dim=1)
-        return [(value, first + column) for value, column in zip(values.tolist(), columns.tolist(), strict=True)]
+        columns += first
+        return list(zip(rows.tolist(), values.tolist(), columns.tolist(), strict=True))
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> Microbatch:
         """The texts as rows; attention is causal, so no text sees its padding. The loss counts their last places."""

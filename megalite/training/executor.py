@@ -71,7 +71,7 @@ def move(batch: Microbatch, mesh: Mesh, dropout_key: Tensor | None = None) -> tu
         borders = mesh.upload(cumulative_lengths(batch.document_ids))
     batch = batch.map(mesh.upload)
     tokens = replace(
-        Tokens.whole(batch.position_ids, batch.document_ids),
+        Tokens.at(batch.places, batch.position_ids, batch.document_ids),
         group=mesh.tp if mesh.layout.sequence_parallel else None,
         borders=borders,
         dropout_keys=None if dropout_key is None else random.fold(dropout_key, batch.sample_ids),
@@ -123,7 +123,7 @@ class GPTExecutor:
     def expected_inputs(self, chunk: int, microbatch: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what a chunk's forward gets from the previous stage."""
         batch, tokens = self._microbatches[microbatch].tokens.shape
-        length = self.stages[chunk].sequence_length(tokens) // self.mesh.layout.sequence_multiple
+        length = self.stages[chunk].sequence_length(tokens) // self.mesh.layout.sequence_parts
         hidden = self.stages[chunk].config.hidden_size
         return {HIDDEN: ((length, batch, hidden), self.stages[chunk].compute)}
 

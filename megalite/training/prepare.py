@@ -22,7 +22,8 @@ from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import build_tokenizer, require_eod
 from megalite.distributed.launch import Environment, choose_device, set_threads
 from megalite.distributed.layout import Layout
-from megalite.nn.attention_backend import AttentionBackend, choose_backend, try_kernel
+from megalite.nn.attention_backend import AttentionBackend, choose_backend
+from megalite.nn.attention_kernels import try_kernel
 from megalite.nn.pure import compiler_problems
 from megalite.optimizer.fused import check_adam_backend
 from megalite.optimizer.schedule import BatchSchedule

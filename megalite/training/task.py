@@ -212,7 +212,7 @@ class Feed:
         if self.datasets.train is None:
             return iter(())
         self._iterators["train"] = self._microbatches(self.datasets.train, start=self.state.consumed_samples)
-        return self._iterators["train"]
+        return self._parts(self._iterators["train"])
 
     def evaluation(self, split: str) -> Iterator[Microbatch]:
         """Those of one evaluation on valid or test; successive ones go on where the last ended."""
@@ -220,17 +220,21 @@ class Feed:
         if dataset is None:
             raise UserError(f"there is no {split} data to evaluate on")
         if self.task.evaluates_whole(len(dataset)):
-            return self._whole(dataset)
+            return self._parts(self._whole(dataset))
         if split not in self._iterators:
             start = self.state.consumed_valid_samples if split == "valid" else 0
             self._iterators[split] = self._microbatches(dataset, start=start)
         count = self.config.validation.eval_iters * self.config.microbatches_per_step(self.mesh.dp.size)
-        return itertools.islice(self._iterators[split], count)
+        return self._parts(itertools.islice(self._iterators[split], count))
 
     def close(self) -> None:
         """End the loader workers."""
         for iterator in self._iterators.values():
             iterator.close()
+
+    def _parts(self, microbatches: Iterator[Microbatch]) -> Iterator[Microbatch]:
+        """This context-parallel rank's tokens of them."""
+        return (batch.of_rank(self.mesh.cp) for batch in microbatches)
 
     def _whole(self, dataset: SampleSource) -> Iterator[Microbatch]:
         with self._microbatches(dataset, start=0, total=len(dataset)) as microbatches:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from megalite.config.schema import RunConfig
 
 
+_SIZES = ("TP", "PP", "VPP", "DP", "CP")
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to run a model."""
@@ -21,29 +24,36 @@ class Variant:
     schedule: str = "auto"
     recompute: str | None = None
     sharding: str = "no_shard"
+    cp: int = 1
+    exchange: str = "p2p"
 
     @property
     def processes(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
         parts = [f"TP {self.tp}" + (" + SP" if self.sequence_parallel else ""), f"PP {self.pp}"]
         if self.chunks > 1:
             parts.append(f"VPP {self.chunks}")
         parts.append(f"DP {self.dp}")
+        if self.cp > 1:
+            parts.append(f"CP {self.cp} {self.exchange}")
         if self.pp > 1:
             parts.append(self.schedule)
         if self.sharding != "no_shard":
             parts.append(f"shards {self.sharding}")
         if self.recompute:
             parts.append(f"recompute {self.recompute}")
-        return " x ".join(parts[:3]) + "".join(f", {part}" for part in parts[3:])
+        sizes = [part for part in parts if part.split()[0] in _SIZES]
+        return " x ".join(sizes) + "".join(f", {part}" for part in parts if part not in sizes)
 
     def apply(self, config: RunConfig) -> RunConfig:
         """The configuration (as given, unresolved) in this layout."""
         config = copy.deepcopy(config)
         layout, training = config.layout, config.training
         layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size = self.tp, self.pp
+        layout.context_parallel_size, layout.cp_comm_type = self.cp, self.exchange
+        layout.hierarchical_context_parallel_sizes = [2, self.cp // 2] if self.exchange == "a2a+p2p" else None
         layout.sequence_parallel = self.sequence_parallel
         layout.num_layers_per_virtual_pipeline_stage = None
         layout.num_virtual_stages_per_pipeline_rank = self.chunks if self.chunks > 1 else None

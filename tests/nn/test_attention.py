@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megalite.config.schema import RunConfig
-from megalite.nn.attention_backend import AttentionBackend, choose_backend, core_attention
+from megalite.nn.attention_backend import AttentionBackend, choose_backend
+from megalite.nn.attention_kernels import core_attention
 from megalite.nn.tokens import Tokens, cumulative_lengths
 from megalite.precision.policy import Precision
 from tests.helpers import BF16, FP32, FP64, SDPA, UNFUSED, tiny_build, tiny_config

@@ -7,7 +7,8 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from megalite.config.schema import ModelConfig, RunConfig
-from megalite.nn.attention_backend import AttentionBackend, bounded_window, choose_backend, try_kernel
+from megalite.nn.attention_backend import AttentionBackend, bounded_window, choose_backend
+from megalite.nn.attention_kernels import try_kernel
 from tests.helpers import tiny_config
 
 

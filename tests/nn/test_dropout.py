@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.distributed import random
-from megalite.nn.attention_backend import core_attention
+from megalite.nn.attention_kernels import core_attention
 from megalite.nn.dropout import dropout, hidden_dropout
 from megalite.nn.tokens import Places, Tokens
 from tests.helpers import UNFUSED, tiny_build

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import ModelConfig
-from megalite.nn.rotary import Rotation, rotary_table, rotary_width, sequence_lengths
+from megalite.nn.rotary import Rotation, rotary_table, rotary_width
+from megalite.nn.tokens import Tokens, sequence_lengths
 from tests.helpers import tiny_config
 
 DOUBLE = torch.float64
@@ -41,7 +42,7 @@ def test_rotation_is_multiplication_by_a_unit_complex_number(interleaved: bool, 
     positions = torch.stack((torch.arange(20), torch.arange(20) % 7 + 100))
     x, cotangent = torch.randn(2, 20, 2, 3, 16, dtype=DOUBLE)
     x.requires_grad_()
-    ours = Rotation(interleaved=interleaved)(x, rotary_table(config, positions, DOUBLE))
+    ours = Rotation(interleaved=interleaved)(x, rotary_table(config, Tokens.whole(positions), DOUBLE))
     theirs = turned(x, positions, base, width, interleaved=interleaved)
     assert torch.allclose(ours, theirs, atol=1e-12)
     gradients = [torch.autograd.grad(each, x, cotangent)[0] for each in (ours, theirs)]
@@ -54,7 +55,9 @@ def test_products_of_queries_and_keys_depend_on_their_distance_alone(interleaved
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=DOUBLE)
 
     def product(query_position: int, key_position: int) -> Tensor:
-        tables = [rotary_table(config, torch.tensor([[p]]), DOUBLE) for p in (query_position, key_position)]
+        tables = [
+            rotary_table(config, Tokens.whole(torch.tensor([[p]])), DOUBLE) for p in (query_position, key_position)
+        ]
         turned_q, turned_k = (Rotation(interleaved=interleaved)(x, t) for x, t in zip((q, k), tables, strict=True))
         return (turned_q * turned_k).sum()
 
@@ -81,8 +84,8 @@ def test_a_document_is_turned_alike_alone_and_packed_with_longer_ones(scaling: d
     config = tiny_config(kv_channels=16, rope_original_max_position_embeddings=10, **scaling)
     lengths = (4, 30, 10, 11, 1)
     alone = [torch.arange(length)[None] for length in lengths]
-    packed = rotary_table(config, torch.cat(alone, dim=1), DOUBLE)
-    each = [rotary_table(config, positions, DOUBLE) for positions in alone]
+    packed = rotary_table(config, Tokens.whole(torch.cat(alone, dim=1)), DOUBLE)
+    each = [rotary_table(config, Tokens.whole(positions), DOUBLE) for positions in alone]
     for part, whole in enumerate(packed):
         assert torch.equal(whole, torch.cat([table[part] for table in each]))
     assert not torch.allclose(each[3][0][:10], each[2][0])
@@ -91,11 +94,11 @@ def test_a_document_is_turned_alike_alone_and_packed_with_longer_ones(scaling: d
 def test_at_position_4000_the_fp32_table_is_exact_enough_and_a_bf16_one_would_not_be() -> None:
     config = rope_config(64)
     positions = torch.arange(4000, 4100)[None]
-    exact = rotary_table(config, positions, DOUBLE)
-    for ours, truth in zip(rotary_table(config, positions, torch.float32), exact, strict=True):
+    exact = rotary_table(config, Tokens.whole(positions), DOUBLE)
+    for ours, truth in zip(rotary_table(config, Tokens.whole(positions), torch.float32), exact, strict=True):
         assert ours.dtype == torch.float32
         assert (ours.double() - truth).abs().max() < 1e-3
-    half = rotary_table(config, positions, torch.bfloat16)
+    half = rotary_table(config, Tokens.whole(positions), torch.bfloat16)
     assert (half[0].double() - exact[0]).abs().max() > 0.5
 
 
@@ -104,7 +107,9 @@ def test_half_precision_heads_are_turned_in_fp32_and_rounded_once(interleaved: b
     config = rope_config(64)
     positions = torch.arange(4000, 4100)[None]
     x = torch.randn(100, 1, 2, 64).bfloat16()
-    ours = Rotation(interleaved=interleaved)(x, rotary_table(config, positions, torch.float32))
+    ours = Rotation(interleaved=interleaved)(x, rotary_table(config, Tokens.whole(positions), torch.float32))
     assert ours.dtype == torch.bfloat16
-    wide = Rotation(interleaved=interleaved)(x.to(torch.float32), rotary_table(config, positions, torch.float32))
+    wide = Rotation(interleaved=interleaved)(
+        x.to(torch.float32), rotary_table(config, Tokens.whole(positions), torch.float32)
+    )
     assert torch.equal(ours, wide.bfloat16())

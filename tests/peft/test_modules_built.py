@@ -16,7 +16,8 @@ from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.pieces import whole
 from megalite.models.gpt import plain_tokens
-from megalite.nn.attention_backend import AttentionBackend, choose_backend, core_attention
+from megalite.nn.attention_backend import AttentionBackend, choose_backend
+from megalite.nn.attention_kernels import core_attention
 from megalite.nn.linear import linear
 from megalite.nn.module import named_specs
 from megalite.nn.tokens import Tokens
