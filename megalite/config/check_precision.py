@@ -67,6 +67,21 @@ def _fp8_problems(config: RunConfig) -> Iterator[str]:
             f"--fp8-recipe {recipe} with --tensor-model-parallel-size {tp}: a rank has {width} {what}, which isn't a "
             f"multiple of the {FP8_BLOCKS[recipe]} that share a scale; change the size, or use --fp8-recipe tensorwise"
         )
+    yield from _chunk_problems(config)
+
+
+def _chunk_problems(config: RunConfig) -> Iterator[str]:
+    """Chunks of sequences that end inside a block of tokens that share a scale."""
+    cp, length, rows = config.layout.context_parallel_size, config.data.seq_length, config.training.micro_batch_size
+    recipe = config.precision.fp8_recipe
+    if cp == 1 or recipe not in FP8_BLOCKS or not length or not rows:
+        return
+    if length // (2 * cp) * rows % FP8_BLOCKS[recipe]:
+        yield (
+            f"--fp8-recipe {recipe} with --context-parallel-size {cp}: a chunk of --seq-length {length} and "
+            f"--micro-batch-size {rows} has {length // (2 * cp) * rows} tokens, which isn't a multiple of the "
+            f"{FP8_BLOCKS[recipe]} that share a scale; change the length, or use --fp8-recipe tensorwise"
+        )
 
 
 def _gather_problems(config: RunConfig) -> Iterator[str]:

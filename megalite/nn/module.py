@@ -52,7 +52,7 @@ class Build:
         A whole input is a norm's result. Where that is computed again, it must be found among what is kept.
         """
         keeps_input = "input" in cut or "layernorm" not in self.recompute.modules
-        return self.precision.products(self.mesh.tp, cut, self.mesh.device, keeps_input=keeps_input)
+        return self.precision.products(self.mesh, cut, keeps_input=keeps_input)
 
     def place(self, stages: tuple[int, ...] | None = None) -> Place:
         """Where this rank's parameters lie."""

@@ -106,9 +106,10 @@ class _QuantizedFactor(Factor):
 class Fp8Products(Products):
     """Of one layer.
 
-    `cut`: the roles of which tensor-parallel ranks (`group`) hold different parts. `history`: wide [roles, steps], amax
-    of earlier steps, the newest first; zeros where there was none. `now`: wide [roles], amax of this step so far; a
-    weight's is of its present values, whenever they were quantised. `keeps_input`: whether an input is kept for the
+    `cut`: the roles of which tensor-parallel ranks of `mesh` hold different parts; context-parallel ranks always do, of
+    inputs and gradients. `history`: wide [roles, steps], amax of earlier steps, the newest first; zeros where there was
+    none. `now`: wide [roles], amax of this step so far; a weight's is of its present values, whenever they were
+    quantised. `keeps_input`: whether an input is kept for the
     backward in eight bits; else as it is.
     """
 
@@ -116,15 +117,14 @@ class Fp8Products(Products):
         self,
         fp8: Fp8,
         wide: torch.dtype,
-        device: torch.device,
-        group: Group,
+        mesh: Mesh,
         cut: tuple[Role, ...],
         *,
         keeps_input: bool = True,
     ):
-        self.fp8, self.wide, self.group, self.cut, self._keeps_input = fp8, wide, group, cut, keeps_input
-        self.history = torch.zeros(len(ROLES), fp8.length, dtype=wide, device=device)
-        self.now = torch.zeros(len(ROLES), dtype=wide, device=device)
+        self.fp8, self.wide, self.mesh, self.cut, self._keeps_input = fp8, wide, mesh, cut, keeps_input
+        self.history = torch.zeros(len(ROLES), fp8.length, dtype=wide, device=mesh.device)
+        self.now = torch.zeros(len(ROLES), dtype=wide, device=mesh.device)
         self.has_history, self._factor = False, torch.ones_like(self.now[0])
         self._weight: _QuantizedFactor | None = None
         self._stored: Tensor | None = None
@@ -153,7 +153,7 @@ class Fp8Products(Products):
 
     def store_weight(self, amax: Tensor) -> Tensor:
         """The scale, wide [], of a weight that is stored in eight bits: `amax` is of all its parts."""
-        self._stored = self._scale_for("weight", amax, E4M3, None)
+        self._stored = self._scale_for("weight", amax, E4M3, ())
         return self._stored
 
     def format_of(self, role: Role) -> FloatFormat:
@@ -179,10 +179,11 @@ class Fp8Products(Products):
 
     def _scale(self, role: Role, amax: Tensor, target: FloatFormat) -> Tensor:
         """Of a whole tensor of this amax, wide []."""
-        return self._scale_for(role, amax, target, self.group if role in self.cut else None)
+        groups = [self.mesh.tp] if role in self.cut else []
+        return self._scale_for(role, amax, target, groups if role == "weight" else [*groups, self.mesh.cp])
 
-    def _scale_for(self, role: Role, amax: Tensor, target: FloatFormat, group: Group | None) -> Tensor:
-        """`group`: ranks that hold other parts of the tensor; None: there are none."""
+    def _scale_for(self, role: Role, amax: Tensor, target: FloatFormat, groups: Sequence[Group]) -> Tensor:
+        """`groups`: of ranks that hold other parts of the tensor."""
         recipe, number = self.fp8.recipe, ROLES.index(role)
         factor = self._factor if role == "gradient" else torch.ones_like(self._factor)
         if recipe.delayed:
@@ -191,7 +192,7 @@ class Fp8Products(Products):
             past = self.history[number]
             known = (past.amax() if self.fp8.largest else past[0]) * factor * 2.0**self.fp8.margin
             return scale_of(known, recipe, target) + 0.0 * amax  # NaN where this tensor holds an infinity
-        if group is not None:
+        for group in groups:
             all_reduce(amax, group, "max")
         return scale_of(amax, recipe, target)
 

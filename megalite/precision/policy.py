@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megalite.config.schema import PrecisionConfig
-from megalite.distributed.mesh import Group
+from megalite.distributed.mesh import Mesh
 from megalite.precision.formats import E4M3
 from megalite.precision.fp8 import Fp8, Fp8Products
 from megalite.precision.products import Products, Role
@@ -46,13 +46,11 @@ class Precision:
             return cls(torch.float16, torch.float32, reduce, "fp16", fp8, states)
         return cls(torch.float32, torch.float32, reduce, "fp32", fp8, states)
 
-    def products(
-        self, group: Group, cut: tuple[Role, ...], device: torch.device, *, keeps_input: bool = True
-    ) -> Products:
+    def products(self, mesh: Mesh, cut: tuple[Role, ...], *, keeps_input: bool = True) -> Products:
         """The matrix products of one linear layer. The arguments are those of `Fp8Products`."""
         if self.fp8 is None:
             return Products()
-        return Fp8Products(self.fp8, self.wide, device, group, cut, keeps_input=keeps_input)
+        return Fp8Products(self.fp8, self.wide, mesh, cut, keeps_input=keeps_input)
 
     @property
     def weight(self) -> torch.dtype:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 
 from megalite.config.schema import RunConfig
-
 
 _SIZES = ("TP", "PP", "VPP", "DP", "CP")
 
@@ -70,11 +70,27 @@ class Variant:
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
+EXCHANGES = {1: ("p2p",), 2: ("p2p", "all_gather", "a2a"), 4: ("p2p", "all_gather", "a2a", "a2a+p2p")}
+"""What so many context-parallel ranks can exchange."""
+
+
 def variants(
-    processes: int, recompute: tuple[str | None, ...] = (None,), shardings: tuple[str, ...] = ("no_shard",)
+    processes: int,
+    recompute: tuple[str | None, ...] = (None,),
+    shardings: tuple[str, ...] = ("no_shard",),
+    contexts: tuple[int, ...] = (1,),
 ) -> Iterator[Variant]:
     """All layouts of up to `processes` processes: TP and PP in 1, 2, 4, DP in 1, 2, sequence parallelism, every
-    schedule; with DP 2 each of `shardings`."""
+    schedule; with DP 2 each of `shardings`; CP in `contexts`, with what these ranks exchange by turns."""
+    for cp in contexts:
+        turns = cycle(EXCHANGES[cp])
+        for variant in _variants(processes // cp, recompute, shardings):
+            exchange = "p2p" if variant.tp == 4 else next(turns)  # with a head or two there is nothing to exchange
+            exchange = "p2p" if variant.tp == 2 and cp == 4 and exchange == "a2a" else exchange
+            yield replace(variant, cp=cp, exchange=exchange)
+
+
+def _variants(processes: int, recompute: tuple[str | None, ...], shardings: tuple[str, ...]) -> Iterator[Variant]:
     for tp in (1, 2, 4):
         for sequence_parallel in (False, True) if tp > 1 else (False,):
             for pp in (1, 2, 4):

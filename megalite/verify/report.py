@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megalite.config.check_precision import FP8_BLOCKS
 from megalite.config.errors import FlagError
 from megalite.config.resolve import shards, virtual_stages
 from megalite.config.schema import LayoutConfig, RunConfig
@@ -135,7 +136,10 @@ def layout_text(layout: LayoutConfig, processes: int | None = None) -> str:
     )
     sequence = " + SP" if layout.sequence_parallel and tp > 1 else ""
     text = f"TP {tp}{sequence} x PP {pp}" + (f" x VPP {chunks}" if chunks > 1 else "")
-    return text if processes is None else f"{text} x DP {processes // _least(layout)}"
+    if processes is not None:
+        text += f" x DP {processes // _least(layout)}"
+    cp = layout.context_parallel_size
+    return text if cp == 1 else f"{text} x CP {cp} {layout.cp_comm_type}"
 
 
 def _from(asked: RunConfig, config: RunConfig) -> str:
@@ -207,7 +211,8 @@ def prove_matrix(
     with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
         proof = for_proof(config, steps)
         notes = [*notes, *unused_note(config, proof), *replaced_note(config)]
-        chosen = list(variants(size.processes))
+        contexts = (1,) if proof.precision.fp8_recipe in FP8_BLOCKS else (1, 2, 4)  # blocks are longer than chunks
+        chosen = list(variants(size.processes, contexts=contexts))
         count = max(variant.processes for variant in chosen)
         size.refuse_if_over(count, f"--matrix {size.processes}", "Give a smaller number")
         _announce(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megalite.config.check_precision import FP8_BLOCKS, cut_blocks
 from megalite.config.errors import FlagError
-from megalite.config.resolve import parse_window, pipeline_units, shards, virtual_stages
+from megalite.config.resolve import heads_exchanged, parse_window, pipeline_units, shards, virtual_stages
 from megalite.config.schema import CheckpointConfig, LayoutConfig, RunConfig, TokenizerConfig
 from megalite.config.schema_finetune import FinetuneConfig
 from megalite.verify.configs import WHERE_NOT_HOW
@@ -31,13 +31,16 @@ def small_layout(config: RunConfig) -> LayoutConfig:
     """The least of each axis that still shows it. `config`: filled, maybe unresolved.
 
     Tensor parallelism keeps two ranks, or four where ranks share one of several key/value heads; pipelines keep up to
-    four stages, two where eight processes allow no more; virtual stages two chunks.
+    four stages, two where eight processes allow no more; virtual stages two chunks; context parallelism two ranks, or
+    four where they exchange heads and then keys.
     """
     layout, model = copy.deepcopy(config.layout), config.model
     groups = model.num_query_groups if model.group_query_attention else model.num_attention_heads or 1
     shares_heads = layout.tensor_model_parallel_size > groups > 1
     layout.tensor_model_parallel_size = min(layout.tensor_model_parallel_size, 2 * _TENSOR if shares_heads else _TENSOR)
     layout.context_parallel_size = min(layout.context_parallel_size, 2)
+    if layout.cp_comm_type == "a2a+p2p":
+        layout.context_parallel_size, layout.hierarchical_context_parallel_sizes = 4, [2, 2]
     others = layout.tensor_model_parallel_size * layout.context_parallel_size * (2 if shards(config) else 1)
     stages = _STAGES if others * _STAGES <= _LAPTOP else 2
     chunks = min(virtual_stages(config), _CHUNKS)
@@ -60,7 +63,8 @@ def shrink(
     tp, pp = config.layout.tensor_model_parallel_size, config.layout.pipeline_model_parallel_size
     _small_heads(config, copied=given.layout.tensor_model_parallel_size > model.num_query_groups)
     _small_stages(config, given)
-    _small_batch(config, 16 * tp * config.layout.context_parallel_size, folder)
+    cp, block = config.layout.context_parallel_size, FP8_BLOCKS.get(config.precision.fp8_recipe, 1)
+    _small_batch(config, max(16 * tp * cp, 2 * cp * block if cp > 1 else 0), folder)
     _fit_blocks(config, tp)
     _fit_edges(config)
     config.precision.fp8_param_gather &= shards(config)  # one data-parallel rank gathers nothing
@@ -80,6 +84,9 @@ def _small_heads(config: RunConfig, *, copied: bool) -> None:
         groups = min(groups, max(tp // 2, 1))
         ranks = tp // groups  # that hold one key/value head
         share = -(-share // ranks) * ranks
+    exchanged = heads_exchanged(config.layout)
+    while groups * share // tp % exchanged:
+        share *= 2
     heads = groups * share
     model.num_attention_heads, model.num_query_groups = heads, groups
     model.hidden_size, model.kv_channels, model.ffn_hidden_size = 8 * heads, 8, 3 * 8 * heads

@@ -112,7 +112,7 @@ def fp8(recipe: str, **fields: Any) -> Fp8:
 
 def products(recipe: str, **fields: Any) -> Fp8Products:
     mesh = single_process_mesh()
-    return Fp8Products(fp8(recipe, **fields), DOUBLE, mesh.device, mesh.tp, ())
+    return Fp8Products(fp8(recipe, **fields), DOUBLE, mesh, ())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
