@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm, prod
 
-from megalite.config.resolve import heads_exchanged
+from megalite.config.resolve import context_exchange, heads_exchanged
 from megalite.config.schema import LayoutConfig, RunConfig
 
 
@@ -34,9 +34,12 @@ def context_problems(config: RunConfig) -> Iterator[str]:
 
 def _size_problem(layout: LayoutConfig) -> str | None:
     cp, sizes = layout.context_parallel_size, layout.hierarchical_context_parallel_sizes
-    option = "--hierarchical-context-parallel-sizes"
-    if layout.cp_comm_type != "a2a+p2p":
-        return None if sizes is None else f"{option} needs --cp-comm-type a2a+p2p, not {layout.cp_comm_type}"
+    option, exchange = "--hierarchical-context-parallel-sizes", context_exchange(layout)
+    if len(set(layout.cp_comm_type or ())) > 1:
+        kinds = " ".join(layout.cp_comm_type or ())
+        return f"--cp-comm-type {kinds}: all layers exchange the same; give one of them"
+    if exchange != "a2a+p2p":
+        return None if sizes is None else f"{option} needs --cp-comm-type a2a+p2p, not {exchange}"
     if sizes is None:
         return f"--cp-comm-type a2a+p2p needs {option}: two numbers whose product is --context-parallel-size {cp}"
     if len(sizes) != 2 or prod(sizes) != cp:
@@ -49,7 +52,7 @@ def _head_problems(config: RunConfig) -> Iterator[str]:
     layout, model = config.layout, config.model
     tp, exchanged = layout.tensor_model_parallel_size, heads_exchanged(layout)
     heads, groups = model.num_attention_heads, model.num_query_groups
-    cut = f"{exchanged} ranks that exchange heads (--cp-comm-type {layout.cp_comm_type})"
+    cut = f"{exchanged} ranks that exchange heads (--cp-comm-type {context_exchange(layout)})"
     if heads is None or heads % tp:
         return
     if heads // tp % exchanged:

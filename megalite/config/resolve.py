@@ -38,12 +38,17 @@ def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
     return world_size // model_parallel if model_parallel > 0 and world_size % model_parallel == 0 else 0
 
 
+def context_exchange(layout: LayoutConfig) -> str:
+    """What context-parallel ranks exchange, in every layer."""
+    return (layout.cp_comm_type or ["p2p"])[0]
+
+
 def heads_exchanged(layout: LayoutConfig) -> int:
     """How many neighbouring context-parallel ranks exchange heads; the others exchange keys and values."""
-    if layout.cp_comm_type == "a2a":
+    exchange, sizes = context_exchange(layout), layout.hierarchical_context_parallel_sizes
+    if exchange == "a2a":
         return layout.context_parallel_size
-    sizes = layout.hierarchical_context_parallel_sizes
-    return sizes[0] if layout.cp_comm_type == "a2a+p2p" and sizes else 1
+    return sizes[0] if exchange == "a2a+p2p" and sizes else 1
 
 
 def shards(config: RunConfig) -> bool:

@@ -43,9 +43,10 @@ class LayoutConfig:
     expert_tensor_parallel_size: int | None = flag(
         None, "ranks that each hold a part of every expert's matrices; default: as TP", planned="expert parallelism"
     )
-    cp_comm_type: str = flag(
-        "p2p",
-        "what context-parallel ranks exchange: keys and values in a ring, or all at once; heads; heads, then in a ring",
+    cp_comm_type: list[str] | None = flag(
+        None,
+        "what context-parallel ranks exchange: keys and values in a ring, or all at once; heads; heads, then keys and "
+        "values in a ring; default p2p",
         choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
     )
     hierarchical_context_parallel_sizes: list[int] | None = flag(

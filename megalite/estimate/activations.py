@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.check_precision import FP8_BLOCKS
+from megalite.config.resolve import heads_exchanged
 from megalite.config.schema import ROTARY, RunConfig
 
 LOGITS = 1 << 25
@@ -41,7 +42,7 @@ def chunk_activations(
     what they keep; attention without a fused kernel adds its s² weights. Where weight gradients wait, with FP8 it is an
     upper bound: what waits is in eight bits.
     """
-    tokens = config.data.seq_length * config.training.micro_batch_size
+    tokens = config.data.seq_length // config.layout.context_parallel_size * config.training.micro_batch_size
     layer = _Layer.of(config, fused_attention=fused_attention, in_fp8=in_fp8 / max(1, layers))
     kept, working = layer.of_chunk(config, layers)
     working += layer.gradients
@@ -74,7 +75,11 @@ class _Layer:
         attention = (2 * heads + 2 * groups) * model.kv_channels  # queries, keys, values, result
         if model.position_embedding_type in ROTARY:
             attention += (heads + groups) * model.kv_channels
-        weights = 0.0 if fused_attention else _attention_weights(config) * heads
+        exchanged = heads_exchanged(layout)
+        if exchanged > 1:  # the result before its exchange, and keys and values that ranks share
+            attention += (heads + 2 * groups * (max(1, exchanged / groups) - 1)) * model.kv_channels
+        by_blocks = layout.context_parallel_size > exchanged  # which keep no weights
+        weights = 0.0 if fused_attention or by_blocks else _attention_weights(config) * heads
         mlp = compute * (up + model.ffn_hidden_size / tp)
         norms = compute * 2 * between  # their results; their inputs are as large
         inputs = norms

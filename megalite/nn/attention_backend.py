@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch.nn.attention import SDPBackend
 
-from megalite.config.resolve import heads_exchanged, parse_window
+from megalite.config.resolve import context_exchange, heads_exchanged, parse_window
 from megalite.config.schema import ModelConfig, RunConfig
 
 
@@ -39,7 +39,7 @@ def bounded_window(config: ModelConfig) -> int | None:
 
 def choose_backend(config: RunConfig, device_type: str) -> AttentionBackend:
     """The kernel for a resolved configuration. A ValueError says why a request can't be honoured."""
-    return replace(_choose(config, device_type), gathers_keys=config.layout.cp_comm_type == "all_gather")
+    return replace(_choose(config, device_type), gathers_keys=context_exchange(config.layout) == "all_gather")
 
 
 def _choose(config: RunConfig, device_type: str) -> AttentionBackend:
@@ -56,7 +56,7 @@ def _choose(config: RunConfig, device_type: str) -> AttentionBackend:
         if asked != "auto":
             raise ValueError(
                 f"--attention-backend {asked} on CUDA has neither masks nor dropout with --cp-comm-type "
-                f"{config.layout.cp_comm_type}: use --attention-backend unfused, or --cp-comm-type a2a"
+                f"{context_exchange(config.layout)}: use --attention-backend unfused, or --cp-comm-type a2a"
             )
         return AttentionBackend("unfused", (), "blocks of keys with masks or dropout need plain matrix products")
     if device_type == "cuda":

@@ -138,9 +138,10 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan, wide: torch.dtype) -> Tensor:
-        shape = query.shape[:-1]
-        out = torch.zeros(*shape, value.shape[-1], dtype=wide, device=query.device)
-        sums = torch.full(shape, float("-inf"), dtype=wide, device=query.device)
+        batch, heads, queries, _ = query.shape
+        # In memory as the result leaves, [queries, b, heads, e].
+        out = torch.zeros(queries, batch, heads, value.shape[-1], dtype=wide, device=query.device).permute(1, 2, 0, 3)
+        sums = torch.full((batch, heads, queries), float("-inf"), dtype=wide, device=query.device)
 
         def attend(block: Block, key: Tensor, value: Tensor) -> None:
             part, logs = plan.kernel.forward(query[:, :, block.rows], key, value, block)
@@ -161,7 +162,7 @@ class _Blockwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, sums = ctx.saved_tensors
-        plan, grad = ctx.plan, grads[0].contiguous()
+        plan, grad = ctx.plan, grads[0]
         query_grad, key_grad, value_grad = (torch.zeros_like(each, dtype=ctx.wide) for each in (query, key, value))
 
         def add(block: Block, key: Tensor, value: Tensor, key_grad: Tensor, value_grad: Tensor) -> None:

@@ -52,7 +52,7 @@ class Variant:
         config = copy.deepcopy(config)
         layout, training = config.layout, config.training
         layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size = self.tp, self.pp
-        layout.context_parallel_size, layout.cp_comm_type = self.cp, self.exchange
+        layout.context_parallel_size, layout.cp_comm_type = self.cp, [self.exchange]
         layout.hierarchical_context_parallel_sizes = [2, self.cp // 2] if self.exchange == "a2a+p2p" else None
         layout.sequence_parallel = self.sequence_parallel
         layout.num_layers_per_virtual_pipeline_stage = None

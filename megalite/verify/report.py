@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from megalite.config.check_precision import FP8_BLOCKS
 from megalite.config.errors import FlagError
-from megalite.config.resolve import shards, virtual_stages
+from megalite.config.resolve import context_exchange, shards, virtual_stages
 from megalite.config.schema import LayoutConfig, RunConfig
 from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.launch import Environment
@@ -139,7 +139,7 @@ def layout_text(layout: LayoutConfig, processes: int | None = None) -> str:
     if processes is not None:
         text += f" x DP {processes // _least(layout)}"
     cp = layout.context_parallel_size
-    return text if cp == 1 else f"{text} x CP {cp} {layout.cp_comm_type}"
+    return text if cp == 1 else f"{text} x CP {cp} {context_exchange(layout)}"
 
 
 def _from(asked: RunConfig, config: RunConfig) -> str:

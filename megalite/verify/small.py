@@ -12,7 +12,14 @@ from pathlib import Path
 
 from megalite.config.check_precision import FP8_BLOCKS, cut_blocks
 from megalite.config.errors import FlagError
-from megalite.config.resolve import heads_exchanged, parse_window, pipeline_units, shards, virtual_stages
+from megalite.config.resolve import (
+    context_exchange,
+    heads_exchanged,
+    parse_window,
+    pipeline_units,
+    shards,
+    virtual_stages,
+)
 from megalite.config.schema import CheckpointConfig, LayoutConfig, RunConfig, TokenizerConfig
 from megalite.config.schema_finetune import FinetuneConfig
 from megalite.verify.configs import WHERE_NOT_HOW
@@ -39,7 +46,7 @@ def small_layout(config: RunConfig) -> LayoutConfig:
     shares_heads = layout.tensor_model_parallel_size > groups > 1
     layout.tensor_model_parallel_size = min(layout.tensor_model_parallel_size, 2 * _TENSOR if shares_heads else _TENSOR)
     layout.context_parallel_size = min(layout.context_parallel_size, 2)
-    if layout.cp_comm_type == "a2a+p2p":
+    if context_exchange(layout) == "a2a+p2p":
         layout.context_parallel_size, layout.hierarchical_context_parallel_sizes = 4, [2, 2]
     others = layout.tensor_model_parallel_size * layout.context_parallel_size * (2 if shards(config) else 1)
     stages = _STAGES if others * _STAGES <= _LAPTOP else 2

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OTHER_DEFAULTS = {
     "layout.data_parallel_sharding_strategy",  # shards nothing, or what --use-distributed-optimizer says
     "layout.distributed_backend",  # by device
+    "layout.cp_comm_type",  # p2p, if nothing is given
 }
 
 # Values that Megatron-LM lacks.
