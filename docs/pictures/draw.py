@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw the picture of docs/precision.md again: python docs/pictures/draw.py"""
+"""Draw the pictures of docs/precision.md and docs/parallelism.md again: python docs/pictures/draw.py"""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Polygon, Rectangle
 
 FOLDER = Path(__file__).resolve().parent
 WIDE, HALF, EIGHT, GEMM = "#8cc08a", "#7fb2e5", "#f2b36b", "#e3e3e3"
 COLUMNS = {"main": 0.0, "given": 2.4, "cast": 5.4, "gemm": 8.5, "result": 11.6}
 WIDTH, HEIGHT = 1.8, 0.62
+RANKS = ("#7fb2e5", "#f2b36b", "#8cc08a", "#c79fd8")
 
 
 def box(ax: Axes, column: str, row: float, text: str, color: str) -> None:
@@ -66,5 +67,31 @@ def casts() -> None:
     figure.savefig(FOLDER / "fp8_linear.png", dpi=110, bbox_inches="tight")
 
 
+def zigzag() -> None:
+    """Which chunks of a sequence four context-parallel ranks hold, and which products of queries and keys they make."""
+    figure = Figure(figsize=(10, 4.6))
+    for ax, title, owner in (
+        (figure.add_subplot(1, 2, 1), "in order: rank 3 has seven times the work of rank 0", lambda n: n // 2),
+        (figure.add_subplot(1, 2, 2), "zigzag: all ranks have the same work", lambda n: min(n, 7 - n)),
+    ):
+        for query in range(8):
+            ax.add_patch(Rectangle((-1.6, 7 - query), 1.2, 1, facecolor=RANKS[owner(query)], edgecolor="white"))
+            ax.text(-1.0, 7.5 - query, f"rank {owner(query)}", ha="center", va="center", fontsize=8)
+            color = RANKS[owner(query)]
+            for key in range(query):
+                ax.add_patch(Rectangle((key, 7 - query), 1, 1, facecolor=color, edgecolor="white"))
+            low, high = 7 - query, 8 - query  # of its own keys a chunk sees half
+            ax.add_patch(Polygon([(query, low), (query, high), (query + 1, low)], facecolor=color, edgecolor="white"))
+        ax.text(4, -0.45, "chunk of keys", ha="center", fontsize=9)
+        ax.text(-1.9, 4, "chunk of queries", va="center", ha="center", rotation=90, fontsize=9)
+        ax.set_title(title, fontsize=10)
+        ax.set_xlim(-2.2, 8.1)
+        ax.set_ylim(-0.8, 8.1)
+        ax.set_aspect("equal")
+        ax.set_axis_off()
+    figure.savefig(FOLDER / "zigzag.png", dpi=110, bbox_inches="tight")
+
+
 if __name__ == "__main__":
     casts()
+    zigzag()
