@@ -118,10 +118,37 @@ def ffn_width(model: ModelConfig) -> int | None:
     return int((wide * 2 / 3) / 64) * 64 if model.swiglu else wide
 
 
+def expert_layers(model: ModelConfig) -> list[bool]:
+    """Which layers have experts. A ValueError says what is wrong with --moe-layer-freq."""
+    layers = model.num_layers
+    if model.num_experts is None:
+        return [False] * layers
+    text = model.moe_layer_freq.strip().strip("'\"")
+    if text.isdigit() and int(text) > 0:
+        return [number % int(text) == 0 for number in range(layers)]
+    pattern = _layer_pattern(text)
+    if len(pattern) != layers:
+        raise ValueError(f"{text} is about {len(pattern)} layers, but --num-layers is {layers}")
+    return pattern
+
+
+def _layer_pattern(text: str) -> list[bool]:
+    """Of lists of 0 and 1 that are repeated (*) and joined (+), such as [0]*3+[1]*58."""
+    pattern: list[bool] = []
+    for term in "".join(text.split()).split("+"):
+        found = re.fullmatch(r"\(?\[([01](?:,[01])*)\](?:\*(\d+))?\)?(?:\*(\d+))?", term)
+        if found is None:
+            raise ValueError(f"{text} must be a number above 0, or lists of 0 and 1 such as [0]*3+[1]*58")
+        pattern += [digit == "1" for digit in found[1].split(",")] * int(found[2] or 1) * int(found[3] or 1)
+    return pattern
+
+
 def _resolve_model(config: RunConfig) -> None:
     model = config.model
     if (width := ffn_width(model)) is not None:
         model.ffn_hidden_size = width
+        if model.moe_ffn_hidden_size is None:
+            model.moe_ffn_hidden_size = width
     if model.num_attention_heads:
         if model.kv_channels is None and model.hidden_size is not None:
             model.kv_channels = model.hidden_size // model.num_attention_heads

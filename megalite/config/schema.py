@@ -39,9 +39,9 @@ class LayoutConfig:
     tensor_model_parallel_size: int = flag(1, "ranks that each hold a part of every layer's matrices (TP)")
     pipeline_model_parallel_size: int = flag(1, "stages that each hold a part of the layers (PP)")
     context_parallel_size: int = flag(1, "ranks that each hold a part of every sequence (CP)")
-    expert_model_parallel_size: int = flag(1, "ranks that share the experts", planned="expert parallelism")
+    expert_model_parallel_size: int = flag(1, "ranks that share the experts")
     expert_tensor_parallel_size: int | None = flag(
-        None, "ranks that each hold a part of every expert's matrices; default: as TP", planned="expert parallelism"
+        None, "ranks that each hold a part of every expert's matrices; default: as TP"
     )
     cp_comm_type: list[str] | None = flag(
         None,

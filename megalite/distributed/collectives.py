@@ -37,6 +37,15 @@ def all_gather_objects(value: Any, group: Group) -> list[Any]:
     return values
 
 
+def all_gather_counts(count: int, group: Group, device: torch.device) -> list[int]:
+    """Every member's number, in group order."""
+    if group.size == 1:
+        return [count]
+    counts = torch.empty(group.size, dtype=torch.int64, device=device)
+    dist.all_gather_single(counts, torch.tensor([count], device=device), group=group.process_group)
+    return cast(list[int], counts.tolist())
+
+
 def gather_tensors(
     mine: Sequence[tuple[Label, Tensor]], group: Group, device: torch.device
 ) -> Iterator[tuple[Label, Tensor]]:
@@ -202,6 +211,25 @@ class _Transpose(torch.autograd.Function):
 def transpose_over_ranks(x: Tensor, group: Group) -> Tensor:
     """`x` [size, ...], whose i-th part is for member i → [size, ...], whose i-th part is from member i."""
     return x if group.size == 1 else cast(Tensor, _Transpose.apply(x, group))
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+        ctx.how, x = (received, sent, group), x.contiguous()
+        result = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(result, x, list(received), list(sent), group=group.process_group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return cast(Tensor, _ExchangeRows.apply(grads[0], *ctx.how)), None, None, None
+
+
+def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """The first `sent[0]` rows of `x` [n, ...] to the first member, and so on; what came from each, in member order:
+    [sum of `received`, ...]."""
+    return x if group.size == 1 else cast(Tensor, _ExchangeRows.apply(x, sent, received, group))
 
 
 def gather_sequence(x: Tensor, group: Group) -> Tensor:

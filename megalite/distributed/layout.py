@@ -30,7 +30,8 @@ class Domain:
 
 
 DENSE = Domain(data_axes=("dp", "cp"), model_axes=("pp", "tp"), tensor_axis="tp")
-DOMAINS = (DENSE,)
+EXPERT = Domain(data_axes=("edp",), model_axes=("pp", "ep", "etp"), tensor_axis="etp")
+DOMAINS = (DENSE, EXPERT)
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,11 @@ class Layout:
         tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
         cp, ep = config.context_parallel_size, config.expert_model_parallel_size
         dp = world_size // (tp * pp * cp)
-        heads = heads_exchanged(config)
-        return cls(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, heads=heads, sequence_parallel=config.sequence_parallel)
+        return cls(
+            *(tp, pp, dp, cp, ep, config.expert_tensor_parallel_size or tp),
+            heads=heads_exchanged(config),
+            sequence_parallel=config.sequence_parallel,
+        )
 
     @property
     def world_size(self) -> int:

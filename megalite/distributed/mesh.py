@@ -18,7 +18,7 @@ from megalite.distributed.layout import DENSE, DOMAINS, Layout
 GROUP_AXES = (
     *(("tp",), ("cp",), ("dp",), ("pp",), ("ring",), ("heads",)),
     *(axes for domain in DOMAINS for axes in (domain.data_axes, domain.model_axes)),
-    *(("pp", "dp", "cp"), ("pp", "dp", "cp", "tp")),
+    *(("pp", "dp", "cp"), ("pp", "dp", "cp", "tp"), ("ep", "etp")),
 )
 """The axes along which a mesh has groups."""
 
@@ -41,7 +41,7 @@ class Mesh:
 
     `tp`, `pp`, `dp`, `cp`: one axis. `heads`, `ring`: context-parallel ranks that exchange heads, or keys and values.
     `dp_cp`: ranks that hold the same dense parameters and see other data.
-    `model`: one replica (pp x tp).
+    `model`: one replica (pp x tp). `experts`: ranks that share the experts of a layer (ep x etp).
     `all_but_tp`: ranks among which a number that tensor-parallel ranks hold alike is summed.
     `world`: all ranks of the layout, which may be the first ranks of a larger torch world (as in the process pool).
     """
@@ -62,6 +62,7 @@ class Mesh:
         self.tp, self.cp, self.dp, self.pp = (self._groups[axis,] for axis in ("tp", "cp", "dp", "pp"))
         self.ring, self.heads = self.along(("ring",)), self.along(("heads",))
         self.dp_cp, self.model = self.along(DENSE.data_axes), self.along(DENSE.model_axes)
+        self.experts = self.along(("ep", "etp"))
         self.all_but_tp = self.along(("pp", "dp", "cp"))
         self.world = self.along(("pp", "dp", "cp", "tp"))
 

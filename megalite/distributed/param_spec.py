@@ -141,6 +141,16 @@ def cut(shape: Shape, dim: int, place: Place) -> tuple[Box, ...]:
     return (_box(place, start, (0,) * len(shape), local, (place.tp_rank,), False),)
 
 
+def cut_experts(shape: Shape, dim: int, place: Place) -> tuple[Box, ...]:
+    """Of a tensor [experts, ...] in the experts' domain: experts cut evenly over the expert-parallel ranks, and `dim`
+    over the tensor-parallel ones."""
+    here = place.layout.coordinates(place.rank)["ep"]
+    count, width = shape[0] // place.layout.ep, shape[dim] // place.tp
+    start = tuple({0: here * count, dim: place.tp_rank * width}.get(i, 0) for i in range(len(shape)))
+    local = tuple({0: count, dim: width}.get(i, n) for i, n in enumerate(shape))
+    return (_box(place, start, (0,) * len(shape), local, (place.tp_rank,), False),)
+
+
 def vocabulary_rows(shape: Shape, padded_rows: int, place: Place) -> tuple[Box, ...]:
     """Rows cut over tensor-parallel ranks after padding to `padded_rows`; padding is in no box, and a rank that holds
     nothing else has none."""

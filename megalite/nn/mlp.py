@@ -7,6 +7,7 @@ and the order knows no layout.
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -30,19 +31,32 @@ def gated_silu_gradient(needed: tuple[bool, ...], grad: Tensor, x: Tensor) -> tu
     return (torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)), dim=-1),)
 
 
-class MLP(ShardedModule):
-    """[s, b, h] → [s, b, h]."""
+class Activation:
+    """What lies between the two products: [..., inner] → [..., inner], or of gate and up [..., 2 inner]."""
 
     def __init__(self, build: Build):
+        config = build.config
+        self.gated, self.squared_relu = config.swiglu, config.squared_relu
+        self.gelu = "tanh" if config.openai_gelu else "none"
+        self.gated_silu = Differentiable(gated_silu, gated_silu_gradient, build.compile)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.gated:
+            return self.gated_silu(x)
+        return F.relu(x).square() if self.squared_relu else F.gelu(x, approximate=self.gelu)
+
+
+class MLP(ShardedModule):
+    """[s, b, h] → [s, b, h]. `inner`: its width, where it isn't `--ffn-hidden-size`."""
+
+    def __init__(self, build: Build, inner: int | None = None):
         super().__init__()
         config, place = build.config, build.place()
-        inner, hidden = config.ffn_hidden_size, config.hidden_size
-        self.gated, self.gated_silu = config.swiglu, Differentiable(gated_silu, gated_silu_gradient, build.compile)
-        self.squared_relu = config.squared_relu
-        self.gelu = "tanh" if config.openai_gelu else "none"
+        inner, hidden = inner or config.ffn_hidden_size, config.hidden_size
+        self.activation = Activation(build)
         local = inner // place.tp
         shape, local_shape, dim = (inner, hidden), (local, hidden), 0
-        if self.gated:
+        if config.swiglu:
             shape, local_shape, dim = (2, inner, hidden), (2, local, hidden), 1  # type: ignore[assignment]
         bias_boxes = cut(shape[:-1], dim, place) if config.add_bias_linear else None
         init = Init(std=config.init_method_std)
@@ -51,11 +65,4 @@ class MLP(ShardedModule):
         self.linear_fc2 = RowParallelLinear(build, inner, hidden, bias=config.add_bias_linear, init=scaled)
 
     def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
-        y = self.linear_fc1(x, tokens)
-        if self.gated:
-            y = self.gated_silu(y)
-        elif self.squared_relu:
-            y = F.relu(y).square()
-        else:
-            y = F.gelu(y, approximate=self.gelu)
-        return self.linear_fc2(y, tokens)
+        return cast(Tensor, self.linear_fc2(self.activation(self.linear_fc1(x, tokens)), tokens))

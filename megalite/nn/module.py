@@ -14,6 +14,7 @@ from torch import nn
 
 from megalite.config.schema import ModelConfig
 from megalite.distributed import random
+from megalite.distributed.layout import DENSE, Domain
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import ParamSpec, Place
 from megalite.distributed.pieces import Piece, whole
@@ -54,9 +55,9 @@ class Build:
         keeps_input = "input" in cut or "layernorm" not in self.recompute.modules
         return self.precision.products(self.mesh, cut, keeps_input=keeps_input)
 
-    def place(self, stages: tuple[int, ...] | None = None) -> Place:
-        """Where this rank's parameters lie."""
-        return Place(self.mesh.layout, self.mesh.rank, stages)
+    def place(self, stages: tuple[int, ...] | None = None, domain: Domain = DENSE) -> Place:
+        """Where this rank's parameters of a domain lie."""
+        return Place(self.mesh.layout, self.mesh.rank, stages, domain)
 
 
 class ShardedModule(nn.Module):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megalite.config.resolve import expert_layers
 from megalite.nn.attention import GroupedQueryAttention
 from megalite.nn.attention_core import CoreAttention
 from megalite.nn.dropout import hidden_dropout
 from megalite.nn.mlp import MLP
 from megalite.nn.module import Build, ShardedModule
+from megalite.nn.moe.layer import MoELayer
 from megalite.nn.norm import Norm
 from megalite.nn.tokens import Tokens
 
 
 class TransformerLayer(ShardedModule):
-    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))). `number`: global, from 0."""
+    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))). `number`: global, from 0.
+    The MLP may be a mixture of experts."""
 
     def __init__(self, build: Build, core: CoreAttention, number: int):
         super().__init__()
@@ -24,7 +27,8 @@ class TransformerLayer(ShardedModule):
         self.input_layernorm = Norm(build, build.config.hidden_size, partial=partial)
         self.self_attention = GroupedQueryAttention(build, core, number)
         self.pre_mlp_layernorm = Norm(build, build.config.hidden_size, partial=partial)
-        self.mlp = MLP(build)
+        has_experts = expert_layers(build.config)[number]
+        self.mlp: MLP | MoELayer = MoELayer(build, number) if has_experts else MLP(build)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """`x` [s, b, h] → [s, b, h]."""

@@ -7,6 +7,7 @@ take part as *factors*, since each is in two products, and what is computed for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -70,3 +71,36 @@ class Products:
             torch.addmm(total, grad.flat.t(), x.flat, out_dtype=total.dtype, out=total)
         else:  # a CPU has no GEMM of mixed dtypes: the product of one microbatch is rounded before it is added
             total.add_(self.weight_gradient(grad, x))
+
+    def grouped_output(self, x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
+        """x W^T with a matrix of `matrices` [groups, out, in] for each group of rows: [n, in] → [n, out], where so many
+        rows (`counts`) after one another are of a group."""
+        if _is_grouped_by_torch(x):
+            return torch._grouped_mm(x, matrices.transpose(1, 2), offs=_ends(counts, x.device))
+        result = x.new_empty(x.shape[0], matrices.shape[1])
+        for part, matrix, rows in zip(result.split(counts), matrices, x.split(counts), strict=True):
+            torch.mm(rows, matrix.t(), out=part)
+        return result
+
+    def grouped_input_gradient(self, grad: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
+        """grad W: [n, out] → [n, in]."""
+        return self.grouped_output(grad, matrices.transpose(1, 2), counts)
+
+    @torch.no_grad()
+    def add_grouped_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, counts: Sequence[int]) -> None:
+        """Add the matrices' gradients to `total` [groups, out, in], which may be of a wider dtype."""
+        if _is_grouped_by_torch(x):
+            total.add_(torch._grouped_mm(grad.t(), x, offs=_ends(counts, x.device)))
+            return
+        for part, of_grad, of_x in zip(total, grad.split(counts), x.split(counts), strict=True):
+            if len(of_x):
+                self.add_weight_gradient(part, Factor(of_grad), Factor(of_x))
+
+
+def _is_grouped_by_torch(x: Tensor) -> bool:
+    """Whether one kernel takes all groups; on a CPU it is a loop as well."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(counts, dtype=torch.int64).cumsum(0).to(device, torch.int32, non_blocking=True)

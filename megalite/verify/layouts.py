@@ -9,7 +9,7 @@ from itertools import cycle
 
 from megalite.config.schema import RunConfig
 
-_SIZES = ("TP", "PP", "VPP", "DP", "CP")
+_SIZES = ("TP", "PP", "VPP", "DP", "CP", "EP")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Variant:
     sharding: str = "no_shard"
     cp: int = 1
     exchange: str = "p2p"
+    ep: int = 1
+    etp: int | None = None
 
     @property
     def processes(self) -> int:
@@ -38,6 +40,8 @@ class Variant:
         parts.append(f"DP {self.dp}")
         if self.cp > 1:
             parts.append(f"CP {self.cp} {self.exchange}")
+        if self.ep > 1 or self.etp is not None:
+            parts.append(f"EP {self.ep}" + ("" if self.etp is None else f" x ETP {self.etp}"))
         if self.pp > 1:
             parts.append(self.schedule)
         if self.sharding != "no_shard":
@@ -54,6 +58,7 @@ class Variant:
         layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size = self.tp, self.pp
         layout.context_parallel_size, layout.cp_comm_type = self.cp, [self.exchange]
         layout.hierarchical_context_parallel_sizes = [2, self.cp // 2] if self.exchange == "a2a+p2p" else None
+        layout.expert_model_parallel_size, layout.expert_tensor_parallel_size = self.ep, self.etp
         layout.sequence_parallel = self.sequence_parallel
         layout.num_layers_per_virtual_pipeline_stage = None
         layout.num_virtual_stages_per_pipeline_rank = self.chunks if self.chunks > 1 else None
