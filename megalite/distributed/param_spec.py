@@ -80,7 +80,7 @@ DECOUPLED = Treatment(lr_group="decoupled")
 @dataclass(frozen=True)
 class ParamSpec:
     """The place and treatment of one parameter on one rank. `stages`: those that hold copies of it, where they are not
-    its own stage alone. `domain`: over which ranks it is copied."""
+    its own stage alone. `domain`: over which ranks it is copied. `keeps_dtype`: it isn't rounded in checkpoints."""
 
     shape: Shape  # logical
     local_shape: Shape  # of the tensor on this rank, padding included
@@ -89,6 +89,7 @@ class ParamSpec:
     treatment: Treatment = Treatment()
     stages: tuple[int, ...] = ()
     domain: Domain = DENSE
+    keeps_dtype: bool = False
 
 
 class Place(NamedTuple):

@@ -16,7 +16,7 @@ from megalite.config.schema import ModelConfig
 from megalite.distributed import random
 from megalite.distributed.layout import DENSE, Domain
 from megalite.distributed.mesh import Mesh
-from megalite.distributed.param_spec import ParamSpec, Place
+from megalite.distributed.param_spec import Init, ParamSpec, Place, replicated
 from megalite.distributed.pieces import Piece, whole
 from megalite.nn.gradients import WeightGradients
 from megalite.nn.recompute import Recompute
@@ -77,6 +77,15 @@ class ShardedModule(nn.Module):
         self.register_parameter(name, parameter)
         self.param_specs[name] = spec
         return parameter
+
+    def add_state(self, name: str, shape: tuple[int, ...], init: Init, build: Build) -> nn.Parameter:
+        """Register what isn't trained, but changes by a rule after a step: wide, equal on all ranks of the stage, in
+        checkpoints as parameters are. `init`: a constant, which it is from now on."""
+        spec = ParamSpec(shape, shape, replicated(shape, build.place()), init, keeps_dtype=True)
+        values = torch.full(shape, init.value, dtype=build.precision.wide, device=build.mesh.device)
+        self.register_parameter(name, nn.Parameter(values, requires_grad=False))
+        self.param_specs[name] = spec
+        return self.get_parameter(name)
 
 
 def named_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamSpec]]:

@@ -91,6 +91,15 @@ class Sequences(NamedTuple):
     positions: Tensor
 
 
+@dataclass
+class Auxiliary:
+    """For auxiliary losses of a micro-batch in training. `scale`: what the mean loss of a sequence counts for.
+    `counting`: figures are taken; not when something is computed again."""
+
+    scale: Tensor | float
+    counting: bool = True
+
+
 @dataclass(frozen=True)
 class Tokens:
     """What a forward knows of its s tokens besides the activations.
@@ -100,6 +109,7 @@ class Tokens:
     activations between blocks are cut along s (sequence parallelism). `dropout_keys` int64 [b]: None in evaluation.
     `borders` int32: `cumulative_lengths` of the documents, for kernels that take no mask. `begins`: the sequences begin
     here; not so where earlier tokens are in the cache. `sequences`: None where this rank has all of them.
+    `auxiliary`: None in evaluation.
 
     The model adds what is the same in all layers: `mask`, as `visibility` (None: the causal rule is all), and `rotary`,
     cosines and sines of the positions (None: nothing is rotated).
@@ -114,6 +124,7 @@ class Tokens:
     cache: KeyValueCache | None = None
     begins: bool = True
     sequences: Sequences | None = None
+    auxiliary: Auxiliary | None = None
     mask: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
 

@@ -36,10 +36,12 @@ class Engine:
         self._training = PipelineRuntime(self.executor, recorder, wait, transport)
         self._evaluation = PipelineRuntime(self.executor, None, wait, transport)
 
-    def train(self, microbatches: list[Microbatch], *, scale: Tensor, dropout_key: Tensor) -> Tensor:
-        """Gradients of the summed losses times `scale`, into the buffers; that sum, float64, on the device: zero on
-        ranks of other stages than the last."""
-        self.executor.begin(microbatches, scale=scale, dropout_key=dropout_key)
+    def train(
+        self, microbatches: list[Microbatch], *, scale: Tensor, sample_scale: float, dropout_key: Tensor
+    ) -> Tensor:
+        """Gradients of the summed losses times `scale`, and of auxiliary ones, into the buffers; that sum, float64, on
+        the device: zero on ranks of other stages than the last."""
+        self.executor.begin(microbatches, scale=scale, sample_scale=sample_scale, dropout_key=dropout_key)
         self._training.run(self.schedules.training(len(microbatches)))
         return self.executor.loss_sum
 

@@ -20,7 +20,7 @@ from megalite.data.microbatch import Microbatch
 from megalite.distributed import random
 from megalite.distributed.mesh import Mesh
 from megalite.models.gpt import GPTStage
-from megalite.nn.tokens import Tokens, cumulative_lengths
+from megalite.nn.tokens import Auxiliary, Tokens, cumulative_lengths
 from megalite.optimizer.optimizer import Optimizer
 from megalite.pipeline.lowering import lower
 from megalite.pipeline.schedules import Action, build_schedule, forward_only
@@ -103,20 +103,27 @@ class GPTExecutor:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._weight_jobs: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._scale: Tensor | float = 1.0
+        self._sample_scale: Tensor | float = 1.0
         self._dropout_key: Tensor | None = None
         self._training = False
         self.on_evaluated: Callable[[GPTStage, Tensor, Microbatch], None] | None = None
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def begin(
-        self, microbatches: list[Microbatch], *, scale: Tensor | float = 1.0, dropout_key: Tensor | None = None
+        self,
+        microbatches: list[Microbatch],
+        *,
+        scale: Tensor | float = 1.0,
+        sample_scale: Tensor | float = 1.0,
+        dropout_key: Tensor | None = None,
     ) -> None:
-        """Set the microbatches of a step. `scale` multiplies the summed loss before its backward. Without a
-        `dropout_key` it is an evaluation. `loss_sum`, which only ranks of the last stage add to, starts from zero."""
+        """Set the microbatches of a step. `scale` multiplies the summed loss before its backward, `sample_scale` an
+        auxiliary loss of a mean sequence. Without a `dropout_key` it is an evaluation. `loss_sum`, which only ranks of
+        the last stage add to, starts from zero."""
         self._microbatches = microbatches
         self._training = dropout_key is not None
         self._dropout_key = None if dropout_key is None else self.mesh.upload(dropout_key)
-        self._scale = scale
+        self._scale, self._sample_scale = scale, sample_scale
         self._kept.clear()
         self.loss_sum.zero_()
 
@@ -133,12 +140,16 @@ class GPTExecutor:
         if self.optimizer is not None:
             self.optimizer.forward_begins()
         batch, tokens = move(host, self.mesh, self._dropout_key)
+        auxiliary = Auxiliary(self._sample_scale) if self._training else None
+        tokens = replace(tokens, auxiliary=auxiliary)
         received = None
         if not stage.span.has_embedding:
             assert inputs is not None
             received = inputs[HIDDEN].detach().requires_grad_(self._training)
         with torch.set_grad_enabled(self._training):
             hidden = stage(batch.tokens if received is None else received, tokens)
+            if auxiliary is not None:
+                auxiliary.counting = False  # what is computed again counts once
             losses = self._losses(stage, hidden, host, batch)
             for loss, _ in losses:
                 self.loss_sum += loss

@@ -45,6 +45,7 @@ class StepRecord:
     num_zeros: int | None = None
     largest_grad_norms: Mapping[str, float] | None = None
     fp8: Mapping[str, float] | None = None
+    moe: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,7 @@ class TensorBoard(Sink):
         if self.memory:
             values["mem-allocated-bytes"] = allocated_bytes()
         values |= {f"fp8/{name}": value for name, value in (record.fp8 or {}).items()}
+        values |= {f"moe/{name}": value for name, value in (record.moe or {}).items()}
         for tag, value in values.items():
             self.writer.add_scalar(tag, value, record.iteration)
 

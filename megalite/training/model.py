@@ -21,6 +21,8 @@ from megalite.models.stages import stage_spans
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.linear import ParallelLinear
 from megalite.nn.module import Build, initialize_pieces, specs_of
+from megalite.nn.moe.balance import LoadBalance
+from megalite.nn.moe.router import Router
 from megalite.nn.recompute import Recompute
 from megalite.optimizer.optimizer import Optimizer
 from megalite.optimizer.sharding import Sharding
@@ -45,6 +47,7 @@ class TrainedModel:
     adapter: AdapterPlan | None
     optimizer: Optimizer
     scaling: Fp8Scaling
+    balance: LoadBalance
     base_names: set[str]
 
     def entries(self, *, state: bool, frozen: bool, to_fill: bool = False) -> Iterator[Piece]:
@@ -57,7 +60,7 @@ class TrainedModel:
                 piece = whole(name, parameter, spec)
             if piece is None:  # all of a sharded parameter is elsewhere
                 continue
-            if piece.flat.dtype != (compute := self.precision.compute) and not to_fill:
+            if piece.flat.dtype != (compute := self.precision.compute) and not (to_fill or spec.keeps_dtype):
                 piece = piece._replace(code=Code(compute, partial(Tensor.to, dtype=compute)))
             yield piece._replace(name=f"model.{name}")
         if state:
@@ -133,7 +136,15 @@ def build_model(
     if without_values:
         _initialize(optimizer.parameter_pieces().values(), from_base, seed)
         optimizer.parameters_loaded(with_state=False)
-    return TrainedModel(config, mesh, precision, vocab_size, classes, stages, adapter, optimizer, scaling, from_base)
+    balance = LoadBalance(routers(stages), mesh, config.model.moe_router_bias_update_rate)
+    return TrainedModel(
+        config, mesh, precision, vocab_size, classes, stages, adapter, optimizer, scaling, balance, from_base
+    )
+
+
+def routers(parts: Iterable[nn.Module]) -> dict[int, Router]:
+    """The routers of a rank, by the number of their layer."""
+    return {each.number: each for part in parts for each in part.modules() if isinstance(each, Router)}
 
 
 def fp8_weights(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter, Fp8Products]]:

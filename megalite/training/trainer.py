@@ -66,9 +66,10 @@ class Trainer:
             microbatches = [next(self.microbatches) for _ in range(count)]
         tokens = self._count_tokens(microbatches)
         loss_scale = self.progress.scaler.scale
-        loss = self._forward_backward(microbatches, tokens[0], loss_scale)
+        loss = self._forward_backward(microbatches, tokens[0], loss_scale, samples)
         with self.timers.section("all-grads-sync"):
             self.optimizer.reduce_gradients()
+            self.model.balance.sum_up()
         if self.on_first_gradients is not None:
             self.on_first_gradients(loss_scale)
             self.on_first_gradients = None
@@ -84,20 +85,25 @@ class Trainer:
         mine = torch.stack([counted, torch.tensor(sum(batch.tokens.numel() for batch in microbatches))])
         return all_reduce(self.mesh.upload(mine), self.mesh.dp_cp)
 
-    def _forward_backward(self, microbatches: list[Microbatch], counted: Tensor, loss_scale: float) -> Tensor:
+    def _forward_backward(
+        self, microbatches: list[Microbatch], counted: Tensor, loss_scale: float, samples: int
+    ) -> Tensor:
         """Gradients into the buffers; the mean loss over the `counted` tokens of the global batch, equal on all ranks,
         still on the device."""
         tokens = counted.clamp(min=1).to(torch.float64)
         with self.timers.section("forward-backward"):
             self.optimizer.begin_step(len(microbatches))
             self.model.scaling.begin_step(loss_scale / tokens)
+            self.model.balance.begin_step()
             state = self.progress.state
             key = random.fold(state.dropout_seed, "dropout")
             if self.mesh.device.type == "cuda":
                 # Kernels with their own dropout generator are seeded at each step: resuming needs no generator state.
                 stream = random.fold(key, state.consumed_samples, self.mesh.rank)
                 torch.cuda.manual_seed(int(stream.item()) & (2**63 - 1))
-            losses = self.engine.train(microbatches, scale=loss_scale / tokens, dropout_key=key)
+            losses = self.engine.train(
+                microbatches, scale=loss_scale / tokens, sample_scale=loss_scale / samples, dropout_key=key
+            )
         return summed_over_ranks(losses, self.mesh) / tokens
 
     def _finish(
@@ -111,8 +117,10 @@ class Trainer:
         zeros = self.optimizer.count_zeros() if self.config.logging.log_num_zeros_in_grad else None
         largest = self._largest_norms(loss_scale)
         fp8 = self.model.scaling.statistics() if self.config.logging.log_fp8_stats else None
+        load = self.model.balance.figures(samples) if self.config.model.num_experts is not None else None
         if finite:
             self.model.scaling.end_step()
+            self.model.balance.end_step()
             with self.timers.section("optimizer"):
                 self.optimizer.step(
                     result,
@@ -150,6 +158,7 @@ class Trainer:
             num_zeros=zeros,
             largest_grad_norms=largest,
             fp8=fp8,
+            moe=load,
         )
 
     def _largest_norms(self, loss_scale: float) -> dict[str, float] | None:

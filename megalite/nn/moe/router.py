@@ -1,27 +1,175 @@
-"""Which experts a token is sent to."""
+"""Which experts a token is sent to, and the losses that spread tokens over them.
+
+Key idea: what looks at more than one token looks at a whole sequence or micro-batch, whichever ranks its tokens are on:
+counts and scores are put together over these ranks. So a routing doesn't depend on the layout. An auxiliary loss joins
+the backward at the weights; each rank adds its tokens' part of it.
+"""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+import torch
 from torch import Tensor
 
-from megalite.distributed.param_spec import Init, ParamSpec, replicated
+from megalite.distributed import random
+from megalite.distributed.collectives import all_reduce, start_all_gather
+from megalite.distributed.mesh import Group
+from megalite.distributed.param_spec import ZEROS, Init, ParamSpec, replicated
 from megalite.nn.module import Build, ShardedModule
+from megalite.nn.moe.balance import LoadFigures
+from megalite.nn.moe.choice import capacity_mask, limited_to_groups, sinkhorn
 from megalite.nn.moe.routing import Routing
 from megalite.nn.tokens import Tokens
 
 
+class _Attach(torch.autograd.Function):
+    """The identity on `x`, from which a backward also begins at `loss` []."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.ones_like(ctx.saved_tensors[0])
+
+
 class Router(ShardedModule):
+    """Scores of all experts for each token, and the `--moe-router-topk` best. `number`: of the layer, global.
+
+    The product is in the activations' dtype or in that of `--moe-router-dtype`; all after it is at least wide.
+    """
+
     def __init__(self, build: Build, number: int):
         super().__init__()
-        config = build.config
-        shape = (config.num_experts, config.hidden_size)
+        self.config = config = build.config
+        assert config.num_experts is not None
+        self.number, self.experts, self.topk = number, config.num_experts, config.moe_router_topk
+        self.cp, self.wide = build.mesh.cp, build.precision.wide
+        shape = (self.experts, config.hidden_size)
         boxes = replicated(shape, build.place(), partial=build.mesh.layout.sequence_parallel)
-        self.weight = self.add_parameter(
-            "weight", ParamSpec(shape, shape, boxes, Init(std=config.init_method_std)), build
-        )
-        self.topk, self.wide = config.moe_router_topk, build.precision.wide
+        spec = ParamSpec(shape, shape, boxes, Init(std=config.init_method_std))
+        self.weight = self.add_parameter("weight", spec, build)
+        asked = {None: build.precision.compute, "fp32": build.precision.wide, "fp64": torch.float64}
+        self.product = asked[config.moe_router_dtype]
+        biased = config.moe_router_enable_expert_bias
+        of_load = config.moe_router_load_balancing_type == "global_aux_loss"
+        self.expert_bias = self.add_state("expert_bias", (self.experts,), ZEROS, build) if biased else None
+        even = Init("constant", value=1.0 / self.experts)
+        self.load = self.add_state("load", (self.experts,), even, build) if of_load else None
+        self.figures = LoadFigures(self.experts, build.precision.wide, build.mesh.device)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
-        logits = (x.flatten(0, 1) @ self.weight.t()).to(self.wide)
-        top, experts = logits.topk(self.topk, dim=-1)
-        return Routing(experts, top.softmax(dim=-1))
+        """`x` [s, b, h], this rank's tokens."""
+        logits = self._jittered(x, tokens).flatten(0, 1).to(self.product) @ self.weight.to(self.product).t()
+        logits = logits.to(torch.promote_types(self.wide, self.product))
+        parts = [group for group in (tokens.group, self.cp) if group is not None and group.size > 1]
+        routing = self._route(logits, parts, training=tokens.dropout_keys is not None)
+        if self.config.moe_expert_capacity_factor is not None:
+            most, order = self._capacity(len(logits), parts), self._order(x, tokens)
+            kept = capacity_mask(routing, most, order, parts, self.config)
+            routing = routing._replace(weights=routing.weights * kept, kept=kept)
+        if tokens.auxiliary is None:
+            return routing
+        batch, auxiliary = x.shape[1], tokens.auxiliary
+        probabilities = self._probabilities(logits)
+        balance, z = self._losses(logits, probabilities, routing, batch, parts)
+        if auxiliary.counting:
+            self.figures.add(routing, probabilities, balance * batch, z * batch)
+        loss = (balance + z) * (auxiliary.scale * batch)
+        if loss.requires_grad:
+            routing = routing._replace(weights=cast(Tensor, _Attach.apply(routing.weights, loss)))
+        return routing
+
+    def _jittered(self, x: Tensor, tokens: Tokens) -> Tensor:
+        epsilon = self.config.moe_input_jitter_eps
+        if not epsilon or tokens.dropout_keys is None:
+            return x
+        index = tokens.index_between_blocks[:, None] * x.shape[2] + torch.arange(x.shape[2], device=x.device)
+        keys = random.fold(tokens.dropout_keys, self.number, "router jitter")
+        factor = 1.0 + epsilon * (2.0 * random.uniform(keys[None, :, None], index[:, None]) - 1.0)
+        return x * factor.to(x.dtype)
+
+    def _route(self, logits: Tensor, parts: list[Group], *, training: bool) -> Routing:
+        """`logits` wide [n, experts]. `parts`: over which the tokens of a micro-batch are cut."""
+        config = self.config
+        if config.moe_router_load_balancing_type == "sinkhorn":
+            everyone = logits.detach()
+            for group in parts:
+                everyone = start_all_gather(everyone, group).wait()
+            assigned = sinkhorn(everyone, logits.detach()) if training else logits
+            experts = assigned.topk(self.topk, dim=-1).indices
+            scores = logits.sigmoid() if self.topk == 1 else logits.softmax(dim=-1)
+            return Routing(experts, scores.gather(1, experts))
+        if config.moe_router_score_function == "sigmoid":
+            scores = logits.sigmoid()
+        else:
+            scores = logits.softmax(dim=-1) if config.moe_router_pre_softmax else logits
+        ranked = scores.detach() if self.expert_bias is None else scores.detach() + self.expert_bias
+        if config.moe_router_group_topk is not None and config.moe_router_num_groups is not None:
+            ranked = limited_to_groups(ranked, self.topk, config.moe_router_num_groups, config.moe_router_group_topk)
+        experts = ranked.topk(self.topk, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if config.moe_router_score_function == "sigmoid" and self.topk > 1:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        elif config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+            weights = weights.softmax(dim=-1)
+        return Routing(experts, weights * (config.moe_router_topk_scaling_factor or 1.0))
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        """Of all experts, with a sum of 1."""
+        if self.config.moe_router_score_function == "softmax":
+            return logits.softmax(dim=-1)
+        scores = logits.sigmoid()
+        return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+
+    def _losses(
+        self, logits: Tensor, probabilities: Tensor, routing: Routing, batch: int, parts: list[Group]
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's part of the balancing loss and of the z-loss of a micro-batch, wide []."""
+        config, zero = self.config, logits.new_zeros(())
+        tokens = len(logits) * _size(parts)
+        z = zero
+        if config.moe_z_loss_coeff:  # Zoph et al. 2022
+            z = logits.logsumexp(dim=-1).square().sum() * (config.moe_z_loss_coeff / tokens)
+        kind, coefficient = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+        if not coefficient or kind in ("none", "sinkhorn"):
+            return zero, z
+        if kind == "global_aux_loss":
+            assert self.load is not None
+            return (probabilities.sum(0) * self.load).sum() * (coefficient * self.experts / tokens), z
+        sequences = batch if kind == "seq_aux_loss" else 1
+        best = probabilities.detach().topk(self.topk, dim=-1).indices  # without bias or groups, as in Megatron-LM
+        chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(1, best, True)
+        counts = _of_sequences(chosen.to(probabilities.dtype), sequences)
+        for group in parts:
+            all_reduce(counts, group)
+        each = tokens // sequences
+        scale = coefficient * self.experts / (self.topk * each**2 * sequences)
+        return (_of_sequences(probabilities, sequences) * counts).sum() * scale, z
+
+    def _capacity(self, tokens: int, parts: list[Group]) -> int:
+        """Most tokens of an expert in a micro-batch."""
+        assert self.config.moe_expert_capacity_factor is not None
+        choices = tokens * _size(parts) * self.topk
+        return -int(-(choices / self.experts * self.config.moe_expert_capacity_factor) // 1)
+
+    @staticmethod
+    def _order(x: Tensor, tokens: Tokens) -> Tensor:
+        """The place of each token in its micro-batch, int64 [n]: by its place in the sequence, then by sample."""
+        batch = torch.arange(x.shape[1], device=x.device)
+        return (tokens.index_between_blocks[:, None] * x.shape[1] + batch).flatten()
+
+
+def _size(parts: list[Group]) -> int:
+    size = 1
+    for group in parts:
+        size *= group.size
+    return size
+
+
+def _of_sequences(x: Tensor, sequences: int) -> Tensor:
+    """Sums over the tokens of each sequence of `x` [n, experts], whose sequences alternate: [sequences, experts]."""
+    return x.view(-1, sequences, x.shape[-1]).sum(dim=0)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 class Routing(NamedTuple):
     """Where n tokens go. `experts` int64 [n, k]: global numbers of each token's experts, all different in a row.
-    `weights` wide [n, k], with gradient: a token's output is the weighted sum of its experts'. `kept` bool [n, k]: those
-    that aren't dropped; None: all."""
+    `weights` wide [n, k], with gradient: a token's output is the weighted sum of its experts'. `kept` bool [n, k]:
+    those that aren't dropped; None: all."""
 
     experts: Tensor
     weights: Tensor

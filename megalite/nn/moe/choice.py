@@ -1,0 +1,56 @@
+"""Rules by which experts are chosen or tokens dropped, as functions of scores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalite.config.schema import ModelConfig
+from megalite.distributed.collectives import start_all_gather
+from megalite.distributed.mesh import Group
+from megalite.nn.moe.routing import Routing
+
+
+def limited_to_groups(scores: Tensor, topk: int, groups: int, group_topk: int) -> Tensor:
+    """`scores` [n, experts] of the experts in each token's `group_topk` best of `groups` groups, -inf of the others. A
+    group is as good as its best topk / group_topk experts together (DeepSeek-AI 2024)."""
+    by_group = scores.unflatten(1, (groups, -1))
+    value = by_group.topk(topk // group_topk, dim=-1).values.sum(dim=-1)
+    best = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(group_topk, dim=-1).indices, True)
+    return by_group.masked_fill(~best[..., None], float("-inf")).flatten(1)
+
+
+def sinkhorn(logits: Tensor, mine: Tensor, tolerance: float = 1e-4) -> Tensor:
+    """Scores of `mine`, some rows of `logits` [n, experts], after rows and columns of all of exp(logits) are scaled to
+    equal sums (Clark et al. 2022)."""
+    costs = logits.exp()
+    tokens, experts = costs.shape
+    columns, change = costs.new_ones(experts), float("inf")
+    while change > tolerance:
+        rows = 1.0 / (tokens * ((costs * columns).sum(1) + 1e-8))
+        new = 1.0 / (experts * ((rows[:, None] * costs).sum(0) + 1e-8))
+        change, columns = (new - columns).abs().mean().item(), new
+    ours = mine.exp()
+    return ours * columns / (tokens * ((ours * columns).sum(1, keepdim=True) + 1e-8))
+
+
+def capacity_mask(routing: Routing, capacity: int, order: Tensor, parts: list[Group], config: ModelConfig) -> Tensor:
+    """Bool as `routing.experts`: which of them keep the token, each at most `capacity` of the whole micro-batch: those
+    with the highest weights, or with `position` the first. `order` int64 [n]: places of the tokens in it."""
+    experts, weights, places = routing.experts, routing.weights.detach(), order
+    for group in parts:
+        experts, weights, places = (start_all_gather(each, group).wait() for each in (experts, weights, places))
+    topk = experts.shape[1]
+    place = places[:, None].expand(-1, topk).flatten()
+    by_place = place.argsort(stable=True)
+    if config.moe_token_drop_policy == "probs":
+        by_place = by_place[weights.flatten()[by_place].argsort(descending=True, stable=True)]
+    ranked = by_place[experts.flatten()[by_place].argsort(stable=True)]  # by expert, then by what counts
+    counts = torch.bincount(experts.flatten(), minlength=config.num_experts or 0)
+    starts = counts.cumsum(0) - counts
+    position = torch.empty_like(ranked)
+    position[ranked] = torch.arange(len(ranked), device=ranked.device)
+    kept = (position - starts[experts.flatten()] < capacity).view(-1, topk)
+    of_place = torch.empty_like(kept)
+    of_place[places] = kept
+    return of_place[order]
