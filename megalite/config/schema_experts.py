@@ -1,7 +1,5 @@
 """The configuration of mixtures of experts (Shazeer et al. 2017)."""
 
-
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megalite.config.resolve import parse_window
+from megalite.config.resolve import head_widths, parse_window
 from megalite.config.schema import ModelConfig, RunConfig
 from megalite.distributed import random
 from megalite.distributed.mesh import single_process_mesh
 from megalite.nn.dropout import dropout
 from megalite.nn.module import Build
+from megalite.nn.rotary import score_scale
 from megalite.nn.tokens import Tokens, cumulative_lengths, visibility
 from megalite.precision.policy import Precision
 
@@ -117,11 +118,16 @@ class CoreAttention(ABC):
         self.window = bounded_window(build.config)
         self.drop = build.config.attention_dropout
         self.wide = build.precision.wide
+        self.scale = score_scale(build.config)
         self.first_head = build.mesh.tp.rank * build.config.num_attention_heads // build.mesh.tp.size
 
     def mask(self, tokens: Tokens) -> Tensor | None:
         """The mask that this kernel needs, for all layers: as `visibility`; None: it needs none."""
         return visibility(tokens.queries, tokens.keys or tokens.queries, self.window)
+
+    def scale_of(self, width: int) -> float:
+        """What multiplies the products of queries of this width and keys."""
+        return 1.0 / math.sqrt(width) if self.scale is None else self.scale
 
     @abstractmethod
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: int) -> Tensor: ...
@@ -137,7 +143,7 @@ class UnfusedAttention(CoreAttention):
         groups = k.shape[1]
         q = q.reshape(batch, groups, heads // groups, length, width)
         # Scaled before the product, which could overflow in half precision.
-        scores = ((q * (1.0 / math.sqrt(width))) @ k.unsqueeze(2).transpose(-1, -2)).to(self.wide)
+        scores = ((q * self.scale_of(width)) @ k.unsqueeze(2).transpose(-1, -2)).to(self.wide)
         scores = scores.masked_fill(~tokens.mask.unsqueeze(2), float("-inf"))
         weights = scores.softmax(dim=-1).to(q.dtype)  # [b, groups, heads of a group, s, keys]
         if self.drop and tokens.dropout_keys is not None:
@@ -158,6 +164,9 @@ class ScaledDotProductAttention(CoreAttention):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: int) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        scale, (width, values) = self.scale_of(q.shape[-1]), (q.shape[-1], v.shape[-1])
+        if width != values and (not q.is_cuda or self.backend.sdpa == (SDPBackend.FLASH_ATTENTION,)):
+            q, k, v = _as_wide(q, k, v)
         grouped = q.shape[1] != k.shape[1]
         half = q.dtype in (torch.bfloat16, torch.float16)
         if grouped and q.is_cuda and not (half and self.backend.shares_keys):
@@ -172,9 +181,16 @@ class ScaledDotProductAttention(CoreAttention):
                 attn_mask=tokens.mask,
                 is_causal=tokens.mask is None,
                 dropout_p=0.0 if tokens.dropout_keys is None else self.drop,
+                scale=scale,
                 enable_gqa=grouped,
             )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return out[..., :values].permute(2, 0, 1, 3).flatten(2)
+
+
+def _as_wide(*heads: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values [..., width], zeros added up to the widest: flash kernels want all widths alike."""
+    most = max(x.shape[-1] for x in heads)
+    return tuple(x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in heads)
 
 
 class VariableLengthAttention(ScaledDotProductAttention):
@@ -193,13 +209,15 @@ class VariableLengthAttention(ScaledDotProductAttention):
         borders = tokens.borders
         if borders is None:
             borders = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
-        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+        scale, values = self.scale_of(q.shape[-1]), v.shape[-1]
+        q, k, v = _as_wide(*(x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)))
         left = -1 if self.window is None else self.window
+        grouped = q.shape[1] != k.shape[1]
         out = varlen_attn(
-            q, k, v, borders, borders, length, length, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, borders, borders, length, length, scale=scale, window_size=(left, 0), enable_gqa=grouped
         )
         assert isinstance(out, Tensor)
-        return out.view(batch, length, -1).transpose(0, 1)
+        return out[..., :values].reshape(batch, length, -1).transpose(0, 1)
 
 
 _CORES: dict[str, type[CoreAttention]] = {
@@ -222,9 +240,10 @@ def try_kernel(config: RunConfig, backend: AttentionBackend, device: torch.devic
     model = config.model
     length, queries = min(config.data.seq_length, _TRIED_TOKENS), model.num_attention_heads // model.num_query_groups
     precision = Precision.from_config(config.precision)
+    width, values = head_widths(model)
     q, k, v = (
-        torch.zeros(length, 1, heads, model.kv_channels, dtype=precision.compute, device=device, requires_grad=True)
-        for heads in (queries, 1, 1)
+        torch.zeros(length, 1, *shape, dtype=precision.compute, device=device, requires_grad=True)
+        for shape in ((queries, width), (1, width), (1, values))
     )
     apart = config.data.reset_attention_mask or config.finetune.sft_packing
     documents = torch.zeros(1, length, dtype=torch.int32, device=device) if apart else None
