@@ -81,6 +81,9 @@ LLAMA = {
 }
 """Fields that turn `tiny_config` into a Llama."""
 LATENT = {
+    **LLAMA,
+    "num_query_groups": 4,
+    "group_query_attention": False,
     "multi_latent_attention": True,
     "qk_layernorm": True,
     "q_lora_rank": 20,
@@ -89,7 +92,7 @@ LATENT = {
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 5,
 }
-"""Fields of multi-latent attention in which all widths differ."""
+"""Fields that turn it into a DeepSeek in which all widths differ."""
 
 
 def data_mesh(layout: Layout, rank: int) -> Mesh:

@@ -34,6 +34,8 @@ INERT = {
     "attention_softmax_in_fp32",
     "label_smoothing",
     "group_query_attention",  # the number of groups says it
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
 }
 """Fields of `ModelConfig` that don't decide what the network computes in evaluation."""
 _ROTARY = {
