@@ -42,6 +42,8 @@ GOOD = [
     ("--position-embedding-type yarn --yarn-beta-slow 2 --yarn-mscale 1 --yarn-mscale-all-dim 0.5", 1),
     ("--position-embedding-type dynamic --rope-scaling-factor 2 --yarn-original-max-position-embeddings 16", 1),
     ("--position-embedding-type longrope --kv-channels 4 --longrope-short-factor 1 1 --longrope-long-factor 1 2", 1),
+    ("--multi-latent-attention --position-embedding-type yarn --q-lora-rank 32 --qk-layernorm", 1),
+    ("--multi-latent-attention --position-embedding-type rope --num-attention-heads 5", 1),
     ("--window-size 16,0", 1),
     ("--window-size -1,-1", 1),
     ("--tensor-model-parallel-size 2 --sequence-parallel", 4),
