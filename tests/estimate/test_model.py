@@ -15,7 +15,7 @@ from megalite.distributed.launch import Environment
 from megalite.distributed.mesh import single_process_mesh
 from megalite.estimate.memory import estimate_memory
 from megalite.peft.apply import Scale
-from megalite.peft.modules import LINEAR_OF, linear_shapes, widths_of
+from megalite.peft.modules import linear_shapes, linears_of, widths_of
 from megalite.training.prepare import prepare_config
 from megalite.training.run import build_run
 from tests.peft.runs import adapter_config
@@ -67,7 +67,7 @@ def _zeros(scales: dict[str, Scale], model: ModelConfig) -> int:
     """Of a layer: adapters beside one fused weight are one product, where each B is as high as all outputs."""
     result = 0
     for linear, shape in linear_shapes(model).items():
-        ranks = {part: scale.rank for part, scale in scales.items() if LINEAR_OF[part] == linear}
+        ranks = {part: scale.rank for part, scale in scales.items() if linears_of(model)[part] == linear}
         outputs = sum(rank * widths_of(part, model)[1] for part, rank in ranks.items())
         result += sum(ranks.values()) * prod(shape[:-1]) - outputs
     return result
