@@ -37,3 +37,25 @@ def latent_problems(config: RunConfig) -> Iterator[str]:
         yield f"--fp8-format {config.precision.fp8_format} can't be used with {flag}: use --bf16"
     if config.peft.peft == "prefix":
         yield f"--peft prefix can't be used with {flag}, which makes keys from latent vectors: use lora or prompt"
+
+
+def multi_token_problems(config: RunConfig) -> Iterator[str]:
+    """Problems of multi-token prediction."""
+    model, depths, length = config.model, config.model.mtp_num_layers, config.data.seq_length
+    yield from needs(config, bool(depths), "--mtp-num-layers", "model.mtp_loss_scaling_factor")
+    if not depths:
+        return
+    flag = f"--mtp-num-layers {depths}"
+    if model.position_embedding_type == "learned_absolute":
+        yield (
+            f"{flag} can't be used with --position-embedding-type learned_absolute, whose table the last stage lacks: "
+            f"use {', '.join(ROTARY)} or none"
+        )
+    if length is not None and length <= depths:
+        yield f"{flag} must be below --seq-length {length}: no token is so far ahead"
+    if config.peft.peft != "none":
+        yield f"{flag} can't be used with --peft {config.peft.peft}, which trains what generation uses: leave it out"
+    if config.finetune.task == "classification":
+        yield f"{flag} can't be used with --task classification, which predicts no tokens: leave it out"
+    if config.finetune.load_hf is not None:
+        yield f"{flag} can't be used with --load-hf {config.finetune.load_hf}, which has no such layers: leave it out"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from megalite.config.schema_field import flag
-
-_AHEAD: dict[str, Any] = {"planned": "multi-token prediction"}
+from megalite.config.schema_field import NOT_NEGATIVE, flag
 
 
 @dataclass
@@ -22,5 +19,7 @@ class LatentFields:
     qk_head_dim: int = flag(128, "MLA: width of a head's queries and keys that isn't rotated")
     qk_pos_emb_head_dim: int = flag(64, "MLA: width of a head's queries and keys that is rotated")
     v_head_dim: int = flag(128, "MLA: width of a head's values")
-    mtp_num_layers: int | None = flag(None, "layers that predict further tokens (MTP); default: none", **_AHEAD)
-    mtp_loss_scaling_factor: float = flag(0.1, "weight of the mean loss of the MTP layers", **_AHEAD)
+    mtp_num_layers: int | None = flag(
+        None, "tokens to predict beside the next, by a layer each (MTP); default: none", bound=NOT_NEGATIVE
+    )
+    mtp_loss_scaling_factor: float = flag(0.1, "weight of the mean loss of the MTP layers")

@@ -20,6 +20,10 @@ class Microbatch:
     counts. document_ids: int32 [b, s] with --reset-attention-mask or --sft-packing, else None: attention stays within
     equal ids. sample_ids: int64 [b], each sample's number in the order in which the whole run consumes samples; the
     dropout key.
+
+    With multi-token prediction, of `depths` tokens more: ahead_tokens, ahead_labels int64 and ahead_mask bool [b,
+    depths, s], what tokens, labels and loss_mask are so many places ahead; the mask is False where that is another
+    document or the end. Here, since a rank may later hold a part of each sequence.
     """
 
     tokens: torch.Tensor
@@ -28,6 +32,9 @@ class Microbatch:
     position_ids: torch.Tensor
     sample_ids: torch.Tensor
     document_ids: torch.Tensor | None = None
+    ahead_tokens: torch.Tensor | None = None
+    ahead_labels: torch.Tensor | None = None
+    ahead_mask: torch.Tensor | None = None
 
     @classmethod
     def from_arrays(cls, arrays: Item) -> Microbatch:
@@ -49,3 +56,23 @@ def stack_items(items: Sequence[Item], sample_ids: np.ndarray) -> Item:
     arrays = {name: np.stack([item[name] for item in items]) for name in items[0]}
     arrays["sample_ids"] = sample_ids
     return arrays
+
+
+def with_ahead(arrays: Item, depths: int) -> Item:
+    """The arrays of a microbatch with what lies 1 to `depths` tokens ahead, as `Microbatch` says; zeros after the
+    end."""
+    names = {"ahead_tokens": "tokens", "ahead_labels": "labels", "ahead_mask": "loss_mask"}
+    result = dict(arrays)
+    for ahead, name in names.items():
+        result[ahead] = np.stack([_shifted(arrays[name], depth) for depth in range(1, depths + 1)], axis=1)
+    documents = arrays.get("document_ids")
+    if documents is not None:
+        same = [_shifted(documents, depth) == documents for depth in range(1, depths + 1)]
+        result["ahead_mask"] &= np.stack(same, axis=1)
+    return result
+
+
+def _shifted(array: np.ndarray, count: int) -> np.ndarray:
+    """[b, s] from `count` places on, zeros after the end."""
+    rest = array[:, count:]
+    return np.pad(rest, ((0, 0), (0, array.shape[1] - rest.shape[1])))

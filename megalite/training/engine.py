@@ -36,15 +36,18 @@ class Engine:
         self._training = PipelineRuntime(self.executor, recorder, wait, transport)
         self._evaluation = PipelineRuntime(self.executor, None, wait, transport)
 
-    def train(self, microbatches: list[Microbatch], *, scale: Tensor, dropout_key: Tensor) -> Tensor:
-        """Gradients of the summed losses times `scale`, into the buffers; that sum, float64, on the device: zero on
-        ranks of other stages than the last."""
-        self.executor.begin(microbatches, scale=scale, dropout_key=dropout_key)
+    def train(
+        self, microbatches: list[Microbatch], *, scale: Tensor, ahead_scales: Tensor, dropout_key: Tensor
+    ) -> Tensor:
+        """Gradients of the summed losses times `scale`, and of those of multi-token prediction times `ahead_scales`
+        [depths], into the buffers; these sums, float64 [1 + depths], on the device: zeros on ranks of other stages
+        than the last."""
+        self.executor.begin(microbatches, scale=scale, ahead_scales=ahead_scales, dropout_key=dropout_key)
         self._training.run(self.schedules.training(len(microbatches)))
-        return self.executor.loss_sum
+        return torch.cat((self.executor.loss_sum.view(1), self.executor.ahead_sums))
 
     def evaluate(self, microbatches: list[Microbatch], on_output: OnOutput | None = None) -> Tensor:
-        """The summed losses as above, of forwards alone."""
+        """The summed losses of next tokens, or labels, of forwards alone: float64 [], as above."""
         self.executor.on_evaluated = on_output
         self.executor.begin(microbatches)
         self._evaluation.run(self.schedules.evaluation(len(microbatches)))

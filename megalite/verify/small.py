@@ -84,6 +84,7 @@ def _small_heads(config: RunConfig, *, copied: bool) -> None:
     model.num_attention_heads, model.num_query_groups = heads, groups
     model.hidden_size, model.kv_channels, model.ffn_hidden_size = 8 * heads, 8, 3 * 8 * heads
     _small_latents(config)
+    model.mtp_num_layers = None if model.mtp_num_layers is None else min(model.mtp_num_layers, 2)
 
 
 def _small_latents(config: RunConfig) -> None:

@@ -60,6 +60,7 @@ def network(
     dropout: float = 0.0,
     llama: bool = False,
     latent: bool = False,
+    ahead: int = 0,
     steps: int = STEPS,
     finetuning: str | None = None,
     folder: Path | None = None,
@@ -68,8 +69,8 @@ def network(
     """GPT-2's or Llama's kinds of layer with 131 ids, a prime: padded vocabularies are always exercised. Layers and
     batch are the least that shows `variant`.
 
-    `latent`: Llama's with multi-latent attention. `finetuning`: one of FINETUNING, with its samples in `folder`; None:
-    pretraining. `precision`: of FP8.
+    `latent`: Llama's with multi-latent attention. `ahead`: tokens predicted beside the next. `finetuning`: one of
+    FINETUNING, with its samples in `folder`; None: pretraining. `precision`: of FP8.
     """
     model = ModelConfig(
         hidden_dropout=dropout,
@@ -82,6 +83,9 @@ def network(
         model.add_bias_linear, model.group_query_attention, model.qk_layernorm = False, not latent, True
     if latent:
         model.multi_latent_attention, model.q_lora_rank = True, 20
+    if ahead:
+        model.mtp_num_layers, model.mtp_loss_scaling_factor = ahead, 0.7
+        model.position_embedding_type = "rope"
     config = RunConfig(
         model=model,
         layout=LayoutConfig(),
