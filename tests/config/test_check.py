@@ -44,6 +44,8 @@ GOOD = [
     ("--position-embedding-type longrope --kv-channels 4 --longrope-short-factor 1 1 --longrope-long-factor 1 2", 1),
     ("--multi-latent-attention --position-embedding-type yarn --q-lora-rank 32 --qk-layernorm", 1),
     ("--multi-latent-attention --position-embedding-type rope --num-attention-heads 5", 1),
+    ("--mtp-num-layers 2 --position-embedding-type rope --pipeline-model-parallel-size 2", 2),
+    ("--mtp-num-layers 0", 1),
     ("--window-size 16,0", 1),
     ("--window-size -1,-1", 1),
     ("--tensor-model-parallel-size 2 --sequence-parallel", 4),
