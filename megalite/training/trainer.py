@@ -66,7 +66,7 @@ class Trainer:
             microbatches = [next(self.microbatches) for _ in range(count)]
         tokens = self._count_tokens(microbatches)
         loss_scale = self.progress.scaler.scale
-        losses = self._forward_backward(microbatches, tokens[1:], loss_scale)
+        losses = self._forward_backward(microbatches, torch.cat((tokens[:1], tokens[2:])), loss_scale)
         with self.timers.section("all-grads-sync"):
             self.optimizer.reduce_gradients()
         if self.on_first_gradients is not None:
@@ -75,15 +75,16 @@ class Trainer:
         with self.timers.section("grad-norm", 2):
             result = self.optimizer.measure(loss_scale)
         known = torch.cat([tokens[:2], losses]).tolist()  # one transfer; counts are exact in it
-        return self._finish(samples, int(known[1]), int(known[0]), known[2:], loss_scale, result)
+        return self._finish(samples, int(known[0]), int(known[1]), known[2:], loss_scale, result)
 
     def _count_tokens(self, microbatches: list[Microbatch]) -> Tensor:
-        """Tokens of the global batch, int64 [2 + depths] on the device: all that are processed; those whose loss
-        counts, over which it is the mean; and those of each depth of multi-token prediction."""
+        """Tokens of the global batch, int64 [2 + depths] on the device: those whose loss counts, over which it is the
+        mean; all that are processed; and those that count of each depth of multi-token prediction."""
         objective = self.engine.executor.objective
-        processed = torch.tensor([sum(batch.tokens.numel() for batch in microbatches)])
-        counted = objective.normaliser(microbatches).view(1), objective.normalisers_ahead(microbatches)
-        return all_reduce(self.mesh.upload(torch.cat([processed, *counted])), self.mesh.dp_cp)
+        counted, ahead = objective.normaliser(microbatches), objective.normalisers_ahead(microbatches)
+        processed = sum(batch.tokens.numel() for batch in microbatches)
+        mine = torch.cat([counted.view(1), torch.tensor([processed]), ahead])
+        return all_reduce(self.mesh.upload(mine), self.mesh.dp_cp)
 
     def _forward_backward(self, microbatches: list[Microbatch], counted: Tensor, loss_scale: float) -> Tensor:
         """Gradients into the buffers; the mean losses over the `counted` tokens [1 + depths] of the global batch, equal
