@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalite.config.resolve import head_widths
 from megalite.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
@@ -54,6 +55,8 @@ def tiny_config(**overrides: Any) -> ModelConfig:
         **overrides,
     }
     values.setdefault("ffn_hidden_size", 4 * values["hidden_size"])
+    if values.get("multi_latent_attention"):
+        values.setdefault("kv_channels", head_widths(ModelConfig(**values))[0])
     values.setdefault("kv_channels", values["hidden_size"] // values["num_attention_heads"])
     values.setdefault("group_query_attention", "num_query_groups" in values)
     values.setdefault("num_query_groups", values["num_attention_heads"])
@@ -77,6 +80,19 @@ LLAMA = {
     "num_query_groups": 2,
 }
 """Fields that turn `tiny_config` into a Llama."""
+LATENT = {
+    **LLAMA,
+    "num_query_groups": 4,
+    "group_query_attention": False,
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+}
+"""Fields that turn it into a DeepSeek in which all widths differ."""
 
 
 def data_mesh(layout: Layout, rank: int) -> Mesh:

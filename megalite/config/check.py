@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.check_finetune import finetune_problems, idle_beside_sft_data
+from megalite.config.check_latent import multi_token_problems
 from megalite.config.check_network import idle_scaling, layout_problems, model_problems
 from megalite.config.check_peft import idle_beside_adapters, peft_problems
 from megalite.config.check_precision import idle_formats, precision_problems
@@ -38,6 +39,7 @@ def check(config: RunConfig, world_size: int) -> list[str]:
     return [
         *_missing(config),
         *model_problems(config),
+        *multi_token_problems(config),
         *layout_problems(config, world_size),
         *precision_problems(config),
         *batch_problems(config, world_size),

@@ -8,8 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.check_context import context_problems
+from megalite.config.check_latent import latent_problems
 from megalite.config.fields import all_fields, needs
-from megalite.config.resolve import data_parallel_size, ffn_width, parse_window, pipeline_units, shards, virtual_stages
+from megalite.config.resolve import (
+    data_parallel_size,
+    ffn_width,
+    parse_window,
+    pipeline_units,
+    rotated_head,
+    shards,
+    virtual_stages,
+)
 from megalite.config.schema import ROTARY, ModelConfig, RunConfig
 
 _SCALED = ("rope_scaling_factor", "rope_original_max_position_embeddings")
@@ -34,6 +43,7 @@ def model_problems(config: RunConfig) -> Iterator[str]:
     """Problems of the network alone."""
     yield from _shape_problems(config)
     yield from position_problems(config)
+    yield from latent_problems(config)
     model = config.model
     activations = ("swiglu", "squared_relu", "openai_gelu")
     chosen = [name for name in activations if getattr(model, name)]
@@ -54,7 +64,8 @@ def _shape_problems(config: RunConfig) -> Iterator[str]:
         )
     if heads is None:
         return
-    if model.kv_channels is None and model.hidden_size is not None and model.hidden_size % heads:
+    derived = model.kv_channels is None and not model.multi_latent_attention
+    if derived and model.hidden_size is not None and model.hidden_size % heads:
         yield (
             f"--num-attention-heads {heads} does not divide --hidden-size {model.hidden_size}; "
             "choose a divisor, or give the width of a head with --kv-channels"
@@ -226,20 +237,15 @@ def position_problems(config: RunConfig) -> Iterator[str]:
             f"--rope-high-freq-factor {model.rope_high_freq_factor} must be above --rope-low-freq-factor "
             f"{model.rope_low_freq_factor}"
         )
-    rotated = None if (width := _head_width(model)) is None else int(width * model.rotary_percent)
+    rotated = None if (width := rotated_head(model)) is None else int(width * model.rotary_percent)
+    flag = "--qk-pos-emb-head-dim" if model.multi_latent_attention else "--kv-channels"
     if rotated is not None and (rotated < 2 or rotated % 2):
         yield (
-            f"--rotary-percent {model.rotary_percent} of a head's {width} channels (--kv-channels) is {rotated}: "
+            f"--rotary-percent {model.rotary_percent} of a head's {width} channels ({flag}) is {rotated}: "
             "rotary positions rotate pairs of channels, so it must be even and at least 2"
         )
     elif kind != "rope":
         yield from _scaling_problems(model, rotated)
-
-
-def _head_width(model: ModelConfig) -> int | None:
-    if model.kv_channels is None and model.hidden_size is not None and model.num_attention_heads:
-        return model.hidden_size // model.num_attention_heads
-    return model.kv_channels
 
 
 def _scaling_problems(model: ModelConfig, rotated: int | None) -> Iterator[str]:

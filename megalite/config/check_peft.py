@@ -12,27 +12,20 @@ from megalite.config.fields import all_fields, get
 from megalite.config.schema import ModelConfig, RunConfig
 from megalite.config.schema_finetune import PeftConfig
 
-DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = "all-linear"
 
-ATTENTION: dict[str, tuple[str, ...]] = {
-    "q_proj": ("q_proj",),
-    "k_proj": ("k_proj",),
-    "v_proj": ("v_proj",),
-    "o_proj": ("o_proj",),
-}
-GATED: dict[str, tuple[str, ...]] = {
-    **ATTENTION,
+_GATED: dict[str, tuple[str, ...]] = {
     "gate_proj": ("gate_proj",),
     "up_proj": ("up_proj",),
     "gate_up_proj": ("gate_up_proj",),
     "down_proj": ("down_proj",),
 }
-PLAIN: dict[str, tuple[str, ...]] = {
-    **ATTENTION,
+_GPT2: dict[str, tuple[str, ...]] = {
     "c_attn": ("c_attn",),
     "c_proj": ("o_proj", "down_proj"),
     "c_fc": ("up_proj",),
+}
+_PLAIN: dict[str, tuple[str, ...]] = {
     "up_proj": ("up_proj",),
     "down_proj": ("down_proj",),
 }
@@ -62,27 +55,39 @@ def contradiction(flag: str, folder: str, value: object) -> str:
     return f"{flag}: --load-adapter {folder} has {value}; leave the flag out"
 
 
-def target_names(peft: PeftConfig) -> list[str]:
-    """`--lora-target-modules` as single names; commas separate as blanks do."""
-    words = DEFAULT_TARGETS if peft.lora_target_modules is None else peft.lora_target_modules
+def attention_parts(model: ModelConfig) -> tuple[str, ...]:
+    """The linear layers of attention; of multi-latent attention by DeepSeek's names."""
+    if not model.multi_latent_attention:
+        return "q_proj", "k_proj", "v_proj", "o_proj"
+    queries = ("q_proj",) if model.q_lora_rank is None else ("q_a_proj", "q_b_proj")
+    return *queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
+
+
+def target_names(peft: PeftConfig, model: ModelConfig) -> list[str]:
+    """`--lora-target-modules` as single names, by default those of attention; commas separate as blanks do."""
+    words = attention_parts(model) if peft.lora_target_modules is None else peft.lora_target_modules
     return [name for word in words for name in word.replace(",", " ").split()]
 
 
 def valid_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Names that `--lora-target-modules` takes for this network, and the parts of it that each means."""
-    return GATED if model.swiglu else PLAIN
+    attention: dict[str, tuple[str, ...]] = {name: (name,) for name in attention_parts(model)}
+    if model.swiglu:
+        return {**attention, **_GATED}
+    return {**attention, **({} if model.multi_latent_attention else _GPT2), **_PLAIN}
 
 
 def lora_parts(model: ModelConfig, names: list[str]) -> list[str]:
     """The parts that valid target names mean, each once, in the order of the network."""
     if ALL_LINEAR in names:  # what Hugging Face's model has as one layer gets one pair of matrices
-        names = ["c_attn", "c_proj", "c_fc"]
+        latent = model.multi_latent_attention
+        names = [*attention_parts(model), "up_proj", "down_proj"] if latent else ["c_attn", "c_proj", "c_fc"]
         if model.swiglu:
-            fused = model.rotary_interleaved
-            names = [*ATTENTION, *(["gate_up_proj"] if fused else ["gate_proj", "up_proj"]), "down_proj"]
+            fused = model.rotary_interleaved and not latent
+            names = [*attention_parts(model), *(["gate_up_proj"] if fused else ["gate_proj", "up_proj"]), "down_proj"]
     table = valid_targets(model)
     wanted = {part for name in names for part in table[name]}
-    return [part for part in ("c_attn", *GATED) if part in wanted]
+    return [part for part in ("c_attn", *attention_parts(model), *_GATED) if part in wanted]
 
 
 def peft_problems(config: RunConfig) -> Iterator[str]:
@@ -118,7 +123,7 @@ def idle_beside_adapters(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
 
 
 def _target_problems(config: RunConfig) -> Iterator[str]:
-    valid, names = valid_targets(config.model), target_names(config.peft)
+    valid, names = valid_targets(config.model), target_names(config.peft, config.model)
     listed = f"valid for this network: {', '.join(valid)}; or {ALL_LINEAR} alone"
     if not names:
         yield f"--lora-target-modules names no layer; {listed}"

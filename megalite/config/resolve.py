@@ -110,6 +110,22 @@ def parse_window(text: str) -> tuple[int, int]:
     return left, right
 
 
+def head_widths(model: ModelConfig) -> tuple[int, int]:
+    """Of a resolved network: width of a head's queries and keys, and of its values."""
+    if model.multi_latent_attention:
+        return model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
+    return model.kv_channels, model.kv_channels
+
+
+def rotated_head(model: ModelConfig) -> int | None:
+    """Channels of a head of which `--rotary-percent` are rotated; None where they aren't known."""
+    if model.multi_latent_attention:
+        return model.qk_pos_emb_head_dim
+    if model.kv_channels is None and model.hidden_size is not None and model.num_attention_heads:
+        return model.hidden_size // model.num_attention_heads
+    return model.kv_channels
+
+
 def ffn_width(model: ModelConfig) -> int | None:
     """Width inside the MLP, given or derived; None where the hidden size is missing too."""
     if model.ffn_hidden_size is not None or model.hidden_size is None:
@@ -150,13 +166,15 @@ def _resolve_model(config: RunConfig) -> None:
         if model.moe_ffn_hidden_size is None:
             model.moe_ffn_hidden_size = width
     if model.num_attention_heads:
-        if model.kv_channels is None and model.hidden_size is not None:
+        if model.multi_latent_attention:
+            model.kv_channels = head_widths(model)[0]
+        elif model.kv_channels is None and model.hidden_size is not None:
             model.kv_channels = model.hidden_size // model.num_attention_heads
         if not model.group_query_attention:
             model.num_query_groups = model.num_attention_heads
     if model.max_position_embeddings is None and model.position_embedding_type != "learned_absolute":
         model.max_position_embeddings = config.data.seq_length
-    if model.add_bias_linear:
+    if model.add_bias_linear and not model.multi_latent_attention:
         model.add_qkv_bias = True
     if model.window_size is not None:
         left, right = parse_window(model.window_size)

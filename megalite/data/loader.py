@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megalite.config.errors import UserError
 from megalite.data.document_mask import Item, SampleSource
-from megalite.data.microbatch import Microbatch, stack_items
+from megalite.data.microbatch import Microbatch, stack_items, with_ahead
 from megalite.data.packing import trim
 from megalite.data.sampler import Request, Sampler
 from megalite.distributed.workers import end_with_parent, signals_blocked
@@ -49,6 +49,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
     a function of (seed, pass). total: stop after this many samples over all ranks; the last microbatches are filled
     with copies whose loss mask is all False, so that every rank gets equally many. None: without end. trim_multiple:
     cut each microbatch after its last place that counts, at a multiple of this; None: all have the dataset's length.
+    ahead: depths of multi-token prediction, whose tokens and labels are added.
 
     Workers start when the first microbatch is asked for: after all that can fail while a run is put together. A mistake
     in the data raises UserError with its own message; any other failure in a worker a RuntimeError with the worker's
@@ -69,6 +70,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         total: int | None = None,
         trim_multiple: int | None = None,
         pin_memory: bool = False,
+        ahead: int = 0,
     ) -> None:
         if len(dataset) == 0:
             raise UserError("the dataset has no samples")
@@ -83,7 +85,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         )
         self._pin_memory = pin_memory
         self._loader: DataLoader[Any] | None = DataLoader(
-            _Reader(dataset, trim_multiple),
+            _Reader(dataset, trim_multiple, ahead),
             batch_size=None,
             sampler=sampler,
             num_workers=num_workers,
@@ -142,8 +144,8 @@ class _Failure:
 class _Reader(Dataset[Any]):
     """Answers requests with stacked numpy arrays. Arrays travel through a pipe: no /dev/shm to run out of."""
 
-    def __init__(self, dataset: SampleSource, trim_multiple: int | None) -> None:
-        self.dataset, self.trim_multiple = dataset, trim_multiple
+    def __init__(self, dataset: SampleSource, trim_multiple: int | None, ahead: int) -> None:
+        self.dataset, self.trim_multiple, self.ahead = dataset, trim_multiple, ahead
 
     def __getitem__(self, request: Request) -> Item | _Failure:
         try:
@@ -152,7 +154,9 @@ class _Reader(Dataset[Any]):
             message = str(error) or type(error).__name__
             return _Failure(message, traceback.format_exc(), isinstance(error, UserError | OSError))
         arrays["loss_mask"] &= request.counted[:, None]
-        return arrays if self.trim_multiple is None else trim(arrays, self.trim_multiple)
+        if self.trim_multiple is not None:
+            arrays = trim(arrays, self.trim_multiple)
+        return with_ahead(arrays, self.ahead) if self.ahead else arrays
 
 
 def _unchanged(batch: Any) -> Any:

@@ -232,6 +232,24 @@ def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group
     return x if group.size == 1 else cast(Tensor, _ExchangeRows.apply(x, sent, received, group))
 
 
+class _SumGradients(torch.autograd.Function):
+    """Identity forward, all-reduce backward (Megatron's f)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grads[0].contiguous().clone(), ctx.group), None
+
+
+def sum_gradients(x: Tensor, group: Group) -> Tensor:
+    """`x`, which all members have alike and each uses in part: their gradients are summed."""
+    return x if group.size == 1 else cast(Tensor, _SumGradients.apply(x, group))
+
+
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
     """The members' parts `x` [s / size, ...] of a sequence put together, for members that each use it in part: their
     gradients are summed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.check_precision import FP8_BLOCKS
-from megalite.config.resolve import heads_exchanged
+from megalite.config.resolve import head_widths, heads_exchanged
 from megalite.config.schema import ROTARY, RunConfig
 
 LOGITS = 1 << 25
@@ -35,7 +35,7 @@ def chunk_activations(
     config: RunConfig, vocab_size: int, *, layers: int, in_fp8: int = 0, has_output: bool, fused_attention: bool
 ) -> ChunkActivations:
     """Of a resolved configuration, for a chunk of so many layers, of which so many compute `in_fp8`, and perhaps the
-    output.
+    output, with what predicts further tokens.
 
     A GPT-2 layer with dropout keeps s·b·h·34 bytes in half precision; with t tensor-parallel ranks s·b·h(10 + 24/t),
     with sequence parallelism s·b·h·34/t; twice that in float32 without the masks. Rotary positions and gated units add
@@ -48,19 +48,23 @@ def chunk_activations(
     working += layer.gradients
     if has_output:
         logits = logits_at_a_time(tokens, -(-vocab_size // config.layout.tensor_model_parallel_size))
+        depths = config.model.mtp_num_layers or 0
         output = 2 * layer.input  # input and gradient of the last norm
-        kept += output
+        # Of each depth the same, the inputs of two norms, and what they give side by side.
+        kept += output + depths * ((layer.input if layer.recomputed else layer.kept) + output + 4 * layer.input)
         working = max(working - output, compute_bytes(config) * logits / tokens)  # one is over when the other runs
     return ChunkActivations(int(tokens * kept), int(tokens * working))
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Bytes a token, of a mean layer. `input`: the layer's; `kept`: all that its backward reads; `again`: the part of
+    """Bytes a token, of a mean layer. `input`: the layer's; `kept`: all that its backward reads; `recomputed`: a
+    layer of multi-token prediction is, as all of a stage are; `again`: the part of
     it that selective recomputation computes again; `gradients`: of activations, the most at a time."""
 
     input: float
     kept: float
+    recomputed: bool
     again: float
     gradients: float
 
@@ -70,14 +74,16 @@ class _Layer:
         model, layout, compute = config.model, config.layout, compute_bytes(config)
         tp = layout.tensor_model_parallel_size
         between = model.hidden_size / (tp if layout.sequence_parallel else 1)
-        heads, groups = model.num_attention_heads / tp, max(1, model.num_query_groups / tp)
+        heads = model.num_attention_heads / tp
         up = model.ffn_hidden_size / tp * (2 if model.swiglu else 1)
-        attention = (2 * heads + 2 * groups) * model.kv_channels  # queries, keys, values, result
-        if model.position_embedding_type in ROTARY:
-            attention += (heads + groups) * model.kv_channels
-        exchanged = heads_exchanged(layout)
+        attention = _latent_attention(config) if model.multi_latent_attention else _attention(config)
+        exchanged, groups, (query, value) = (
+            heads_exchanged(layout),
+            max(1, model.num_query_groups / tp),
+            head_widths(model),
+        )
         if exchanged > 1:  # the result before its exchange, and keys and values that ranks share
-            attention += (heads + 2 * groups * (max(1, exchanged / groups) - 1)) * model.kv_channels
+            attention += heads * value + groups * (query + value) * (max(1, exchanged / groups) - 1)
         by_blocks = layout.context_parallel_size > exchanged  # which keep no weights
         weights = 0.0 if fused_attention or by_blocks else _attention_weights(config) * heads
         mlp = compute * (up + model.ffn_hidden_size / tp)
@@ -93,6 +99,8 @@ class _Layer:
         again = {"core_attn": weights, "mlp": mlp, "layernorm": inputs}
         return cls(
             input=compute * between,
+            recomputed=config.training.recompute_granularity == "full"
+            and config.training.recompute_method == "uniform",
             kept=norms + inputs + masks + compute * attention + weights + mlp,
             again=sum(count for name, count in again.items() if name in modules),
             gradients=compute * (up + 2 * model.hidden_size),
@@ -107,6 +115,25 @@ class _Layer:
         if training.recompute_method == "uniform":
             return -(-layers // max(1, count)) * self.input, count * self.kept
         return count * self.input + (layers - count) * self.kept, self.kept
+
+
+def _attention(config: RunConfig) -> float:
+    """Numbers a token that a layer's attention keeps: queries, keys, values and the result; rotated ones besides."""
+    model, tp = config.model, config.layout.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads / tp, max(1, model.num_query_groups / tp)
+    rotated = (heads + groups) * model.kv_channels if model.position_embedding_type in ROTARY else 0
+    return (2 * heads + 2 * groups) * model.kv_channels + rotated
+
+
+def _latent_attention(config: RunConfig) -> float:
+    """The same of multi-latent attention: queries and keys, which are put together of two parts, what values were made
+    with, the result; latent vectors, and normalised ones besides."""
+    model, tp = config.model, config.layout.tensor_model_parallel_size
+    query, value = head_widths(model)
+    latents = (model.kv_lora_rank + (model.q_lora_rank or 0)) * (2 if model.qk_layernorm else 1)
+    latents += model.qk_pos_emb_head_dim
+    heads = model.num_attention_heads / tp * (2 * query + model.qk_head_dim + 2 * value)
+    return heads + latents / (tp if config.layout.sequence_parallel else 1)
 
 
 def _inputs_in_eight_bits(config: RunConfig) -> bool:

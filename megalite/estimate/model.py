@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalite.config.resolve import head_widths
 from megalite.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)
 class ParameterCount:
     """Logical parameters (no padding). `matmul`: those that multiply every token, the output layer included even
-    where it is tied to the embedding."""
+    where it is tied to the embedding, and counted for each token that is predicted."""
 
     total: int
     matmul: int
@@ -18,25 +19,46 @@ class ParameterCount:
 
 def count_parameters(config: ModelConfig, vocab_size: int) -> ParameterCount:
     """Count the parameters of the network that `models.gpt` builds."""
-    hidden, layers, inner = config.hidden_size, config.num_layers, config.ffn_hidden_size
-    heads, width = config.num_attention_heads, config.kv_channels
-    qkv = (heads + 2 * config.num_query_groups) * width
+    hidden, inner, depths = config.hidden_size, config.ffn_hidden_size, config.mtp_num_layers or 0
     up = inner * (2 if config.swiglu else 1)
-    matmul_layer = hidden * qkv + heads * width * hidden + hidden * up + inner * hidden
     norm = 1 if config.normalization == "RMSNorm" else 2
-    small = 2 * norm * hidden
+    attention, biases, normalised = _latent_attention(config) if config.multi_latent_attention else _attention(config)
+    matmul_layer = attention + hidden * up + inner * hidden
+    small = norm * (2 * hidden + (normalised if config.qk_layernorm else 0))
     if config.add_bias_linear:
-        small += qkv + hidden + up + hidden
+        small += biases + hidden + up + hidden
     else:
-        small += qkv * config.add_qkv_bias + hidden * config.add_proj_bias
-    if config.qk_layernorm:
-        small += 2 * norm * width
-    total = layers * (matmul_layer + small) + norm * hidden + vocab_size * hidden
+        small += biases * config.add_qkv_bias + hidden * config.add_proj_bias
+    layers = config.num_layers + depths
+    joining = 2 * hidden * hidden  # states and embeddings, at each depth
+    total = layers * (matmul_layer + small) + depths * (joining + 3 * norm * hidden)
+    total += norm * hidden + vocab_size * hidden
     if config.position_embedding_type == "learned_absolute":
         total += config.max_position_embeddings * hidden
     if config.untie_embeddings_and_output_weights:
         total += vocab_size * hidden
-    return ParameterCount(total, layers * matmul_layer + vocab_size * hidden)
+    return ParameterCount(total, layers * matmul_layer + depths * joining + (1 + depths) * vocab_size * hidden)
+
+
+def _attention(config: ModelConfig) -> tuple[int, int, int]:
+    """Parameters of a layer's products; biases of queries, keys and values; the width that norms of them have."""
+    heads, width = config.num_attention_heads, config.kv_channels
+    qkv = (heads + 2 * config.num_query_groups) * width
+    return config.hidden_size * (qkv + heads * width), qkv, 2 * width
+
+
+def _latent_attention(config: ModelConfig) -> tuple[int, int, int]:
+    """The same of multi-latent attention, where it's latent vectors that are normalised."""
+    heads, hidden, latent, queries = (
+        config.num_attention_heads,
+        config.hidden_size,
+        config.kv_lora_rank,
+        config.q_lora_rank,
+    )
+    query, value = head_widths(config)
+    total = hidden * heads * query if queries is None else queries * (hidden + heads * query)
+    total += hidden * (latent + config.qk_pos_emb_head_dim) + latent * heads * (config.qk_head_dim + value)
+    return total + heads * value * hidden, 0, latent + (queries or 0)
 
 
 @dataclass(frozen=True)
@@ -60,11 +82,12 @@ def training_flops_per_token(
     """Forward and backward of a token of a sequence of `seq_length`. `vocab_size`: outputs.
 
     A parameter that multiplies every token costs 2 forward, 2 for the gradient of its input and 2 for its own, which a
-    frozen one hasn't; causal attention at half 6·L·s·(heads · head width). With virtual tokens, attention's s² becomes
-    (s + n)² where they are computed, s² + 2sn where not. `adapter`: None where all is trained.
+    frozen one hasn't; causal attention at half 3·L·s·heads·(width of queries + of values). With virtual tokens,
+    attention's s² becomes (s + n)² where they are computed, s² + 2sn where not. `adapter`: None where all is trained.
     """
     matmul = count_parameters(config, vocab_size).matmul
-    width = config.num_layers * config.num_attention_heads * config.kv_channels
+    layers = config.num_layers + (config.mtp_num_layers or 0)
+    width = layers * config.num_attention_heads * sum(head_widths(config)) / 2
     if adapter is None:
         return 6.0 * matmul + 6.0 * seq_length * width
     output, n = vocab_size * config.hidden_size, adapter.virtual_tokens

@@ -18,6 +18,7 @@ from megalite.config.schema import ROTARY
 from megalite.distributed.collectives import gather_sequence
 from megalite.distributed.mesh import Group
 from megalite.models.classifier import ClassifierHead
+from megalite.models.multi_token import MultiTokenPrediction
 from megalite.models.stages import StageSpan
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.attention_core import CoreAttention
@@ -135,10 +136,12 @@ class GPTStage(ShardedModule):
         self.wide, self.compute, self.group = build.precision.wide, build.precision.compute, build.mesh.tp
         self.weight_gradients = build.weight_gradients
         tied = not config.untie_embeddings_and_output_weights and classes is None
+        depths = (config.mtp_num_layers or 0) if span.has_output and classes is None else 0
         self.embedding = None
-        if span.has_embedding or (tied and span.has_output):
+        if span.has_embedding or (tied and span.has_output) or depths:
             self.embedding = _Embedding(build, vocab_size, span)
         self.decoder = _Decoder(build, self.core, span)
+        self.mtp = MultiTokenPrediction(build, self.core, depths) if depths else None
         self.output_layer = self.classifier = None
         if span.has_output and classes is not None:
             self.classifier = ClassifierHead(build, classes)
@@ -152,16 +155,27 @@ class GPTStage(ShardedModule):
         On the last stage they are normalised, ready for `logits`. Virtual tokens that pass through the layers are the
         first of s.
         """
+        tokens = self._with_tables(tokens)
+        if self.span.has_embedding:
+            assert self.embedding is not None
+            x = self._traced(self.embedding(x, tokens))
+        return self.decoder(x, tokens)
+
+    def states_ahead(self, hidden: Tensor, ids: Tensor, tokens: Tokens) -> list[Tensor]:
+        """Normalised states [s, b, h] of each depth of multi-token prediction, from those of the last stage. `ids`
+        int64 [b, depths, s]: the tokens ahead."""
+        assert self.mtp is not None and self.embedding is not None
+        states: list[Tensor] = self.mtp(hidden, ids, self._with_tables(tokens), self.embedding.word_embeddings)
+        return states
+
+    def _with_tables(self, tokens: Tokens) -> Tokens:
+        """`tokens` behind virtual ones, with the mask and rotary table for all layers."""
         if self.virtual is not None:
             tokens = self.virtual.before(tokens)
         rotary = None
         if self.config.position_embedding_type in ROTARY:
             rotary = rotary_table(self.config, tokens, self.wide)
-        tokens = replace(tokens, mask=self.core.mask(tokens), rotary=rotary)  # once for all layers
-        if self.span.has_embedding:
-            assert self.embedding is not None
-            x = self._traced(self.embedding(x, tokens))
-        return self.decoder(x, tokens)
+        return replace(tokens, mask=self.core.mask(tokens), rotary=rotary)
 
     def _traced(self, x: Tensor) -> Tensor:
         """The embedding's output; where nothing on this stage is trained, as the beginning of a graph, so that a
@@ -198,13 +212,24 @@ class GPTStage(ShardedModule):
         named = {parameter: (name, parameter, spec) for name, parameter, spec in named_specs(self)}
         then = self.weight_gradients.then
         first = self.embedding if self.span.has_embedding else None
-        last = (self.decoder.final_layernorm, self.classifier, self.output_layer)
+        ahead = () if self.mtp is None else (self.mtp.ahead, *self.mtp.layers.values())
+        last = (self.decoder.final_layernorm, *ahead, self.classifier, self.output_layer)
         for module in (first, *self.decoder.layers.values(), *last):
             if module is not None:
-                own = [self.output_weight] if module is self.output_layer else module.parameters()
-                members = [named[each] for each in own]
-                needed = module not in (first, self.output_layer)  # the output's gradients are formed in its forward
+                members = [named[each] for each in self._used_by(module)]
+                # An embedding's backward reads no table, and the output's gradients are formed in its forward.
+                needed = module not in (first, self.output_layer, *ahead[:1])
                 yield Unit(module, chunk, members, then, backward_reads=needed)
+
+    def _used_by(self, unit: nn.Module) -> Iterator[nn.Parameter]:
+        """The parameters that a unit's forward uses."""
+        if unit is self.output_layer:
+            yield self.output_weight
+        elif self.mtp is not None and unit is self.mtp.ahead:
+            assert self.embedding is not None
+            yield self.embedding.word_embeddings.weight
+        else:
+            yield from unit.parameters()
 
     def loss(
         self,

@@ -16,7 +16,8 @@ from megalite.config.schema import RunConfig
 class StageSpan:
     """What one stage owns: layers [first, last) and whether the embedding and the output are here.
 
-    `tied_stages`: pipeline ranks that hold a copy of the embedding table, where it is shared with the output.
+    `tied_stages`: pipeline ranks that hold a copy of the embedding table, where the last stage needs it too: as its
+    output, or to embed the tokens of multi-token prediction.
     """
 
     first_layer: int
@@ -58,7 +59,7 @@ def stage_spans(config: RunConfig) -> list[list[StageSpan]]:
     """For each pipeline rank, the spans of its chunks in order."""
     stages = config.layout.pipeline_model_parallel_size
     counts = layers_per_stage(config)
-    tied = not config.model.untie_embeddings_and_output_weights and stages > 1
+    tied = (not config.model.untie_embeddings_and_output_weights or bool(config.model.mtp_num_layers)) and stages > 1
     tied = tied and config.finetune.task != "classification"  # which has no output over the vocabulary
     spans: list[list[StageSpan]] = [[] for _ in range(stages)]
     begin = 0

@@ -29,7 +29,8 @@ class SelfAttention(ShardedModule, ABC):
     """Projection to heads, attention, projection back. `prefix`: puts keys and values before those of the tokens.
 
     A subclass makes `linear_proj`, from all heads' values to the hidden size, and sets `cache_shapes`: [groups, width]
-    of a token's keys and of its values on this rank.
+    of the two tensors that a cache keeps of a token on this rank. These are its keys and values, unless `expand` makes
+    keys and values from them.
     """
 
     linear_proj: RowParallelLinear
@@ -42,8 +43,12 @@ class SelfAttention(ShardedModule, ABC):
 
     @abstractmethod
     def project(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-        """`x` [s, b, h] → this rank's rotated queries [s, b, heads, d] and keys [s, b, groups, d], and values [s, b,
-        groups, e], of the whole s."""
+        """`x` [s, b, h] → of the whole s this rank's rotated queries [s, b, heads, d], and what a cache keeps: rotated
+        keys [s, b, groups, d] and values [s, b, groups, e]."""
+
+    def expand(self, kept: tuple[Tensor, Tensor], tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Keys and values from what a cache keeps of all tokens so far."""
+        return kept
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """`x` [s, b, h] → [s, b, h], with sequence parallelism this rank's part of s."""
@@ -52,6 +57,7 @@ class SelfAttention(ShardedModule, ABC):
             k, v = self.prefix(k, v)
         if tokens.cache is not None:
             k, v = tokens.cache.update(self.layer, k, v)
+        k, v = self.expand((k, v), tokens)
         return self.linear_proj(self.recompute.run("core_attn", self.core, q, k, v, tokens, self.layer), tokens)
 
 

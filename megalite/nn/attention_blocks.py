@@ -6,7 +6,6 @@ keys, and the whole result, instead: a block's weights and gradients follow from
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.nn.attention_core import of_equal_width
 from megalite.precision.policy import Precision
 
 
@@ -22,13 +22,14 @@ from megalite.precision.policy import Precision
 class Block:
     """Which of the queries (`rows`) attend which of some keys (`columns`). `causal`: they are the same tokens, each
     sees those up to itself. `mask` bool [b or 1, 1, rows, columns]: what they see; None: all. `dropped`: dropout of
-    weights [b, groups, heads of a group, rows, columns]."""
+    weights [b, groups, heads of a group, rows, columns]. `scale`: what multiplies the products of queries and keys."""
 
     rows: slice
     columns: slice
     causal: bool
     mask: Tensor | None
     dropped: Callable[[Tensor], Tensor]
+    scale: float
 
 
 class BlockKernel(ABC):
@@ -61,7 +62,7 @@ class PlainBlocks(BlockKernel):
     def backward(
         self, grad: Tensor, query: Tensor, out: Tensor, sums: Tensor, key: Tensor, value: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
-        scale, groups = 1.0 / math.sqrt(query.shape[-1]), (key.shape[1], -1)
+        scale, groups = block.scale, (key.shape[1], -1)
         weights = self._weights(self._scores(query, key, block), sums.unflatten(1, groups))
         grad, query, out = (each.unflatten(1, groups) for each in (grad, query, out))
         value_grad = (block.dropped(weights.to(query.dtype)).transpose(-1, -2) @ grad).sum(dim=2)
@@ -73,7 +74,7 @@ class PlainBlocks(BlockKernel):
 
     def _scores(self, query: Tensor, key: Tensor, block: Block) -> Tensor:
         """Wide [b, groups, heads of a group, rows, columns], -inf where a key isn't seen."""
-        query = query.unflatten(1, (key.shape[1], -1)) * (1.0 / math.sqrt(query.shape[-1]))
+        query = query.unflatten(1, (key.shape[1], -1)) * block.scale
         scores = (query @ key.unsqueeze(2).transpose(-1, -2)).to(self.wide)
         mask = None if block.mask is None else block.mask.unsqueeze(2)
         if block.causal:
@@ -89,8 +90,8 @@ class CpuBlocks(BlockKernel):
     """Torch's flash attention for CPUs."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        padded = _of_equal_width(query, key, value)
-        scale, bias = 1.0 / math.sqrt(query.shape[-1]), _bias(block.mask, query.dtype)
+        padded = of_equal_width(query, key, value)
+        scale, bias = block.scale, _bias(block.mask, query.dtype)
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, sums = attend(*padded, 0.0, block.causal, attn_mask=bias, scale=scale)
         if block.mask is not None:
@@ -100,8 +101,8 @@ class CpuBlocks(BlockKernel):
     def backward(
         self, grad: Tensor, query: Tensor, out: Tensor, sums: Tensor, key: Tensor, value: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
-        scale, bias = 1.0 / math.sqrt(query.shape[-1]), _bias(block.mask, query.dtype)
-        padded = _of_equal_width(query, key, value)
+        scale, bias = block.scale, _bias(block.mask, query.dtype)
+        padded = of_equal_width(query, key, value)
         grad, out = (F.pad(each, (0, padded[0].shape[-1] - each.shape[-1])) for each in (grad, out))
         sums = sums.transpose(1, 2).contiguous().transpose(1, 2)  # as the forward lays them out
         of = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -117,7 +118,7 @@ class CudaBlocks(BlockKernel):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         assert block.mask is None
-        padded, scale = self._repeated(query, key, value), 1.0 / math.sqrt(query.shape[-1])
+        padded, scale = self._repeated(query, key, value), block.scale
         if query.dtype in (torch.bfloat16, torch.float16):
             result = torch.ops.aten._scaled_dot_product_flash_attention(*padded, 0.0, block.causal, scale=scale)
         else:
@@ -130,7 +131,7 @@ class CudaBlocks(BlockKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._repeated(query, key, value)
         grad, out = (F.pad(each, (0, q.shape[-1] - each.shape[-1])) for each in (grad, out))
-        scale, rows, columns = 1.0 / math.sqrt(query.shape[-1]), query.shape[2], key.shape[2]
+        scale, rows, columns = block.scale, query.shape[2], key.shape[2]
         none = torch.empty(2, dtype=torch.int64, device=grad.device)  # of the dropout's generator
         if query.dtype in (torch.bfloat16, torch.float16):
             grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -153,14 +154,7 @@ class CudaBlocks(BlockKernel):
     def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """With as many keys and values as heads, and of equal width."""
         times = query.shape[1] // key.shape[1]
-        return _of_equal_width(query, *(each.repeat_interleave(times, dim=1) for each in (key, value)))
-
-
-def _of_equal_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Padded with zeros, which change no product, to one width."""
-    width = max(query.shape[-1], value.shape[-1])
-    query, key, value = (F.pad(each, (0, width - each.shape[-1])) for each in (query, key, value))
-    return query, key, value
+        return of_equal_width(query, *(each.repeat_interleave(times, dim=1) for each in (key, value)))
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

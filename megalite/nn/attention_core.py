@@ -19,6 +19,7 @@ from megalite.distributed import random
 from megalite.nn.attention_backend import AttentionBackend, bounded_window
 from megalite.nn.dropout import dropout
 from megalite.nn.module import Build
+from megalite.nn.rotary import score_scale
 from megalite.nn.tokens import Tokens, visibility
 
 _PLACE_BITS = 20  # of a token in the index of a dropped weight: from 2^20 tokens on, numbers would be used again
@@ -34,6 +35,7 @@ class CoreAttention(ABC):
         self.window = bounded_window(build.config)
         self.drop = build.config.attention_dropout
         self.wide = build.precision.wide
+        self.scale = score_scale(build.config)
         tp, exchanged = build.mesh.tp, build.mesh.heads
         share = tp.rank * exchanged.size + exchanged.rank
         self.first_head = share * build.config.num_attention_heads // (tp.size * exchanged.size)
@@ -41,6 +43,10 @@ class CoreAttention(ABC):
     def mask(self, tokens: Tokens) -> Tensor | None:
         """The mask that this kernel needs, for all layers: as `visibility`; None: it needs none."""
         return visibility(tokens.queries, tokens.keys or tokens.queries, self.window)
+
+    def scale_of(self, width: int) -> float:
+        """What multiplies the products of queries of this width and keys."""
+        return 1.0 / math.sqrt(width) if self.scale is None else self.scale
 
     def dropped(self, weights: Tensor, tokens: Tokens, layer: int, queries: Tensor, keys: Tensor) -> Tensor:
         """Dropout of `weights` [b, groups, heads of a group, queries, keys] as a function of the places of queries and
@@ -67,7 +73,7 @@ class UnfusedAttention(CoreAttention):
         groups = k.shape[1]
         q = q.reshape(batch, groups, heads // groups, length, width)
         # Scaled before the product, which could overflow in half precision.
-        scores = ((q * (1.0 / math.sqrt(width))) @ k.unsqueeze(2).transpose(-1, -2)).to(self.wide)
+        scores = ((q * self.scale_of(width)) @ k.unsqueeze(2).transpose(-1, -2)).to(self.wide)
         scores = scores.masked_fill(~tokens.mask.unsqueeze(2), float("-inf"))
         weights = scores.softmax(dim=-1).to(q.dtype)  # [b, groups, heads of a group, s, keys]
         weights = self.dropped(weights, tokens, layer, tokens.queries.index, (tokens.keys or tokens.queries).index)
@@ -83,6 +89,9 @@ class ScaledDotProductAttention(CoreAttention):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: int) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        scale, (width, values) = self.scale_of(q.shape[-1]), (q.shape[-1], v.shape[-1])
+        if width != values and (not q.is_cuda or self.backend.sdpa == (SDPBackend.FLASH_ATTENTION,)):
+            q, k, v = of_equal_width(q, k, v)
         grouped = q.shape[1] != k.shape[1]
         half = q.dtype in (torch.bfloat16, torch.float16)
         if grouped and q.is_cuda and not (half and self.backend.shares_keys):
@@ -97,9 +106,19 @@ class ScaledDotProductAttention(CoreAttention):
                 attn_mask=tokens.mask,
                 is_causal=tokens.mask is None,
                 dropout_p=0.0 if tokens.dropout_keys is None else self.drop,
+                scale=scale,
                 enable_gqa=grouped,
             )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return out[..., :values].permute(2, 0, 1, 3).flatten(2)
+
+
+def of_equal_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[..., width], zeros added up to the widest, which change no product: flash kernels want all widths alike."""
+    most = max(query.shape[-1], value.shape[-1])
+    if query.shape[-1] == value.shape[-1]:
+        return query, key, value
+    query, key, value = (F.pad(x, (0, most - x.shape[-1])) for x in (query, key, value))
+    return query, key, value
 
 
 class VariableLengthAttention(ScaledDotProductAttention):
@@ -118,10 +137,12 @@ class VariableLengthAttention(ScaledDotProductAttention):
         borders = tokens.borders
         if borders is None:
             borders = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
-        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+        scale, values = self.scale_of(q.shape[-1]), v.shape[-1]
+        q, k, v = of_equal_width(*(x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)))
+        grouped = q.shape[1] != k.shape[1]
         left = -1 if self.window is None else self.window
         out = varlen_attn(
-            q, k, v, borders, borders, length, length, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, borders, borders, length, length, scale=scale, window_size=(left, 0), enable_gqa=grouped
         )
         assert isinstance(out, Tensor)
-        return out.view(batch, length, -1).transpose(0, 1)
+        return out[..., :values].reshape(batch, length, -1).transpose(0, 1)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from megalite.config.resolve import head_widths
 from megalite.config.schema import RunConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.nn.attention_backend import AttentionBackend
@@ -52,9 +53,10 @@ def try_kernel(config: RunConfig, backend: AttentionBackend, device: torch.devic
     model = config.model
     length, queries = min(config.data.seq_length, _TRIED_TOKENS), model.num_attention_heads // model.num_query_groups
     precision = Precision.from_config(config.precision)
+    width, values = head_widths(model)
     q, k, v = (
-        torch.zeros(length, 1, heads, model.kv_channels, dtype=precision.compute, device=device, requires_grad=True)
-        for heads in (queries, 1, 1)
+        torch.zeros(length, 1, *shape, dtype=precision.compute, device=device, requires_grad=True)
+        for shape in ((queries, width), (1, width), (1, values))
     )
     apart = config.data.reset_attention_mask or config.finetune.sft_packing
     documents = torch.zeros(1, length, dtype=torch.int32, device=device) if apart else None

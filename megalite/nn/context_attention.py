@@ -99,6 +99,7 @@ class _Plan:
     dropped: Callable[[Tensor, Tensor, Tensor], Tensor]
     query_index: Tensor
     key_index: Tensor
+    scale: float
 
     def of_virtual(self) -> Iterator[Block]:
         """Blocks of this rank's virtual keys."""
@@ -125,7 +126,7 @@ class _Plan:
 
     def _block(self, rows: slice, columns: slice, mask: Tensor | None, keys: Tensor, causal: bool = False) -> Block:
         queries = self.query_index[rows]
-        return Block(rows, columns, causal, mask, lambda weights: self.dropped(weights, queries, keys))
+        return Block(rows, columns, causal, mask, lambda weights: self.dropped(weights, queries, keys), self.scale)
 
 
 def _packed(key: Tensor, value: Tensor) -> Tensor:
@@ -232,6 +233,7 @@ class BlockwiseAttention(CoreAttention):
             lambda weights, queries, keys: self.dropped(weights, tokens, layer, queries, keys),
             tokens.queries.index,
             keys.index,
+            self.scale_of(q.shape[-1]),
         )
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         out = cast(Tensor, _Blockwise.apply(q, k, v, plan, self.wide))

@@ -159,10 +159,10 @@ def linear(
 
 
 class ParallelLinear(ShardedModule):
-    """A weight that is cut over the tensor-parallel ranks, and perhaps a bias. `lora`: adds what low-rank matrices do
-    to the output, in place, called with it and the same arguments.
+    """A weight that is cut over the tensor-parallel ranks or whole on each, and perhaps a bias. `lora`: adds what
+    low-rank matrices do to the output, in place, called with it and the same arguments.
 
-    `cut`: the factors of its products of which ranks hold different parts.
+    `cut`: the factors of its products of which ranks hold different parts. `inputs`: of the whole layer.
     """
 
     def __init__(self, build: Build, weight: ParamSpec, bias: ParamSpec | None, cut: tuple[Role, ...]):
@@ -171,6 +171,7 @@ class ParallelLinear(ShardedModule):
         self.gradients, self.products = build.weight_gradients, build.products(cut)
         self.weight = self.add_parameter("weight", weight, build, build.precision.weight)
         self.bias = None if bias is None else self.add_parameter("bias", bias, build)
+        self.inputs = weight.shape[-1]
         self.lora: nn.Module | None = None
 
     def _finished(self, y: Tensor, x: Tensor, tokens: Tokens | None) -> Tensor:
@@ -205,6 +206,20 @@ class ColumnParallelLinear(ParallelLinear):
         gather, gradients = self.sequence_parallel, self.gradients
         y = linear(x, self.weight, self.group, gather=gather, gradients=gradients, products=self.products)
         return self._finished(y, x, tokens)
+
+
+class ReplicatedLinear(ParallelLinear):
+    """A linear layer [out, in] that is whole on every tensor-parallel rank, without a bias. With sequence parallelism
+    each computes its part of the sequence."""
+
+    def __init__(self, build: Build, inputs: int, outputs: int, init: Init):
+        shape, partial = (outputs, inputs), build.mesh.layout.sequence_parallel
+        weight = ParamSpec(shape, shape, replicated(shape, build.place(), partial=partial), init)
+        super().__init__(build, weight, None, ("input", "gradient") if partial else ())
+
+    def forward(self, x: Tensor, tokens: Tokens | None = None) -> Tensor:
+        """`x` [s, b, in] → [s, b, out]."""
+        return self._finished(linear(x, self.weight, gradients=self.gradients, products=self.products), x, tokens)
 
 
 class RowParallelLinear(ParallelLinear):

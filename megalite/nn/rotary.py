@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.check_network import yarn_turns
+from megalite.config.resolve import head_widths, rotated_head
 from megalite.config.schema import ModelConfig
 from megalite.nn.pure import Differentiable
 from megalite.nn.tokens import Tokens
@@ -20,7 +21,9 @@ from megalite.nn.tokens import Tokens
 
 def rotary_width(config: ModelConfig) -> int:
     """How much of each head is rotated: an even number."""
-    width = int(config.kv_channels * config.rotary_percent)
+    whole = rotated_head(config)
+    assert whole is not None
+    width = int(whole * config.rotary_percent)
     return width - width % 2
 
 
@@ -110,6 +113,17 @@ def attention_factor(config: ModelConfig) -> float:
     if config.yarn_mscale is None or config.yarn_mscale_all_dim is None:
         return 0.1 * grown + 1.0
     return (0.1 * config.yarn_mscale * grown + 1.0) / (0.1 * config.yarn_mscale_all_dim * grown + 1.0)
+
+
+def score_scale(config: ModelConfig) -> float | None:
+    """What multiplies the products of queries and keys; None: 1 / sqrt(width of a query). With multi-latent attention
+    and yarn also the square of a factor that grows with the length (DeepSeek-V2's code)."""
+    if not config.multi_latent_attention:
+        return None
+    scale = 1.0 / math.sqrt(head_widths(config)[0])
+    if config.position_embedding_type != "yarn" or config.yarn_mscale_all_dim is None:
+        return scale
+    return scale * (0.1 * config.yarn_mscale_all_dim * math.log(config.rope_scaling_factor) + 1.0) ** 2
 
 
 def rotary_table(config: ModelConfig, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from megalite.config.resolve import expert_layers
-from megalite.nn.attention import GroupedQueryAttention
+from megalite.nn.attention import GroupedQueryAttention, SelfAttention
 from megalite.nn.attention_core import CoreAttention
 from megalite.nn.dropout import hidden_dropout
+from megalite.nn.latent_attention import LatentAttention
 from megalite.nn.mlp import MLP
 from megalite.nn.module import Build, ShardedModule
 from megalite.nn.moe.layer import MoELayer
@@ -25,9 +26,10 @@ class TransformerLayer(ShardedModule):
         self.drop = build.config.hidden_dropout
         partial = build.mesh.layout.sequence_parallel
         self.input_layernorm = Norm(build, build.config.hidden_size, partial=partial)
-        self.self_attention = GroupedQueryAttention(build, core, number)
+        kind = LatentAttention if build.config.multi_latent_attention else GroupedQueryAttention
+        self.self_attention: SelfAttention = kind(build, core, number)
         self.pre_mlp_layernorm = Norm(build, build.config.hidden_size, partial=partial)
-        has_experts = expert_layers(build.config)[number]
+        has_experts = expert_layers(build.config)[min(number, build.config.num_layers - 1)]  # beyond: as the last one
         self.mlp: MLP | MoELayer = MoELayer(build, number) if has_experts else MLP(build)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:

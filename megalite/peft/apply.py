@@ -20,12 +20,12 @@ from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import whole
 from megalite.models.gpt import GPTStage
-from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.nn.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megalite.nn.module import Build, initialize_pieces, named_specs
 from megalite.nn.tokens import VirtualTokens
 from megalite.nn.transformer import TransformerLayer
 from megalite.peft.lora import ColumnLora, LowRank, RowLora, Slots
-from megalite.peft.modules import LINEAR_OF, slots_of
+from megalite.peft.modules import linears_of, slots_of
 from megalite.peft.virtual import Prefix, Prompt, backend_problem
 from megalite.precision.policy import Precision
 
@@ -42,7 +42,7 @@ def scales_of(peft: PeftConfig, model: ModelConfig) -> dict[str, Scale]:
     """The targets that the flags of LoRA mean, in the order of the network."""
     rank, alpha = peft.lora_rank, peft.lora_alpha
     scale = Scale(rank, alpha / math.sqrt(rank) if peft.use_rslora else alpha / rank)
-    return dict.fromkeys(lora_parts(model, target_names(peft)), scale)
+    return dict.fromkeys(lora_parts(model, target_names(peft, model)), scale)
 
 
 def apply_peft(
@@ -89,13 +89,13 @@ def _add_lora(stage: GPTStage, build: Build, scales: Mapping[str, Scale], drop: 
         by_linear: dict[str, list[LowRank]] = {}
         for part, scale in scales.items():
             settings = LowRank(part, scale.rank, scale.factor, drop, layer.number)
-            by_linear.setdefault(LINEAR_OF[part], []).append(settings)
+            by_linear.setdefault(linears_of(stage.config)[part], []).append(settings)
         for name, adapters in by_linear.items():
             base = layer.get_submodule(name)
             if isinstance(base, RowParallelLinear):
                 base.lora = RowLora(build, base, adapters[0])
             else:
-                assert isinstance(base, ColumnParallelLinear)
+                assert isinstance(base, (ColumnParallelLinear, ReplicatedLinear))
                 local = base.param_specs["weight"].local_shape
                 base.lora = ColumnLora(build, base, [(one, _slots(one.part, stage.config, local)) for one in adapters])
 

@@ -92,7 +92,7 @@ def refuse_adapter(directory: CheckpointDirectory) -> None:
 def _meaning(config: RunConfig, name: str) -> Any:
     """The value of a field of `peft`; of targets the parts that they name."""
     value = getattr(config.peft, name)
-    return lora_parts(config.model, target_names(config.peft)) if name == "lora_target_modules" else value
+    return lora_parts(config.model, target_names(config.peft, config.model)) if name == "lora_target_modules" else value
 
 
 def _base(config: RunConfig) -> str | None:

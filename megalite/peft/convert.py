@@ -24,7 +24,7 @@ from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.param_spec import Shape
 from megalite.peft.apply import Scale
 from megalite.peft.files import EMBEDDINGS, PREFIX, SCORE, WEIGHTS_FILE, Adapter
-from megalite.peft.modules import LINEAR_OF, HFLinear, hf_linears, linear_shapes, output_slices, overlap, part_of
+from megalite.peft.modules import HFLinear, hf_linears, linear_shapes, linears_of, output_slices, overlap, part_of
 from megalite.peft.virtual import prefix_from_network
 
 PROMPT = "embedding.prompt.weight"
@@ -37,9 +37,9 @@ def architecture_of(model: ModelConfig, vocab_size: int) -> Architecture:
     return describe_network(model, vocab_size)[0]
 
 
-def lora_name(layer: int, part: str, matrix: str) -> str:
+def lora_name(layer: int, part: str, matrix: str, model: ModelConfig) -> str:
     """Global name of a LoRA matrix, `a` or `b`."""
-    return f"decoder.layers.{layer}.{LINEAR_OF[part]}.lora.{part}.{matrix}"
+    return f"decoder.layers.{layer}.{linears_of(model)[part]}.lora.{part}.{matrix}"
 
 
 def prefix_name(layer: int, name: str = "weight") -> str:
@@ -94,8 +94,9 @@ def _lora_to_peft(
         written[layer.suffix] = Scale(sum(scales[part].rank for part in parts), factors.pop())
         for number in range(model.num_layers or 0):
             name = PREFIX + layer.name.replace("{n}", str(number))
-            tensors[f"{name}.lora_A.weight"] = torch.cat([values[lora_name(number, part, "a")] for part in parts])
-            columns = [_stored_b(values[lora_name(number, part, "b")], part, layer, model) for part in parts]
+            rows = [values[lora_name(number, part, "a", model)] for part in parts]
+            tensors[f"{name}.lora_A.weight"] = torch.cat(rows)
+            columns = [_stored_b(values[lora_name(number, part, "b", model)], part, layer, model) for part in parts]
             tensors[f"{name}.lora_B.weight"] = torch.cat(columns, dim=1)
     config = {
         "peft_type": "LORA",
@@ -201,9 +202,9 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
         scale = Scale(rank, adapter.factor(module, rank))
         if scales.setdefault(part, scale) != scale:
             problems.append(f"{module}: its rank or scale differs from that in other layers")
-        values[lora_name(int(number[1]), part, "a")] = a
-        values[lora_name(int(number[1]), part, "b")] = layer.matrix(rank).read_all(b.__getitem__)
-    names = [lora_name(n, part, "a") for part in scales for n in range(model.num_layers or 0)]
+        values[lora_name(int(number[1]), part, "a", model)] = a
+        values[lora_name(int(number[1]), part, "b", model)] = layer.matrix(rank).read_all(b.__getitem__)
+    names = [lora_name(n, part, "a", model) for part in scales for n in range(model.num_layers or 0)]
     if not problems and not names:
         problems.append("it has no LoRA matrices")
     _refuse(adapter, problems)
@@ -211,7 +212,7 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
         what = "is not supported: it covers only some of the layers"
         _refuse(adapter, ["layers_to_transform, or targets in single layers"], what)
     _refuse(adapter, _mismatches(adapter, pairs, layers, model), "doesn't match its adapter_config.json")
-    ordered = {part: scales[part] for part in LINEAR_OF if part in scales}
+    ordered = {part: scales[part] for part in linears_of(model) if part in scales}
     return values, ordered
 
 

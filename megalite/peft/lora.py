@@ -20,7 +20,7 @@ from megalite.distributed.collectives import reduce_from_group
 from megalite.distributed.param_spec import ZEROS, Init, ParamSpec, cut, replicated
 from megalite.nn.dropout import dropout
 from megalite.nn.gradients import sink_of
-from megalite.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
+from megalite.nn.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, linear
 from megalite.nn.module import Build, ShardedModule
 from megalite.nn.tokens import Tokens
 
@@ -130,12 +130,19 @@ class _Pair(ShardedModule):
 
 
 class ColumnLora(ShardedModule):
-    """Adapters beside a `ColumnParallelLinear`: one for the whole of it, or some for slots of its outputs."""
+    """Adapters beside a `ColumnParallelLinear`: one for the whole of it, or some for slots of its outputs; or beside a
+    `ReplicatedLinear`, where no rank needs anything of another."""
 
-    def __init__(self, build: Build, base: ColumnParallelLinear, adapters: Sequence[tuple[LowRank, Slots | None]]):
+    def __init__(
+        self,
+        build: Build,
+        base: ColumnParallelLinear | ReplicatedLinear,
+        adapters: Sequence[tuple[LowRank, Slots | None]],
+    ):
         super().__init__()
         weight = base.param_specs["weight"]
-        self.group, self.gather, self.gradients = base.group, base.sequence_parallel, build.weight_gradients
+        self.group = None if isinstance(base, ReplicatedLinear) else base.group
+        self.gather, self.gradients = base.sequence_parallel and self.group is not None, build.weight_gradients
         self.inputs, self.rank = weight.shape[-1], sum(settings.rank for settings, _ in adapters)
         self.shape = (*weight.local_shape[:-1], self.rank)  # of all B together
         self.drops = any(settings.drop for settings, _ in adapters)

@@ -13,6 +13,7 @@ from math import prod
 
 from megalite.checkpoint.huggingface.architecture import Architecture
 from megalite.checkpoint.huggingface.parts import Part
+from megalite.config.resolve import head_widths
 from megalite.config.schema import ModelConfig
 from megalite.distributed.param_spec import Shape
 
@@ -21,7 +22,7 @@ Range = tuple[int, int]
 QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
 FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
 
-LINEAR_OF = {
+_LINEAR_OF = {
     "c_attn": QKV,
     "q_proj": QKV,
     "k_proj": QKV,
@@ -32,7 +33,20 @@ LINEAR_OF = {
     "gate_up_proj": FC1,
     "down_proj": FC2,
 }
-"""The layer of ours that a target is a part of, or all of."""
+_LATENT_LINEAR_OF = {
+    "q_proj": "self_attention.linear_q_proj",
+    "q_a_proj": "self_attention.linear_q_down_proj",
+    "q_b_proj": "self_attention.linear_q_up_proj",
+    "kv_a_proj_with_mqa": "self_attention.linear_kv_down_proj",
+    "kv_b_proj": "self_attention.linear_kv_up_proj",
+}
+
+
+def linears_of(model: ModelConfig) -> dict[str, str]:
+    """The layer of ours that a target is a part of, or all of, by the targets that there may be."""
+    if not model.multi_latent_attention:
+        return _LINEAR_OF
+    return _LATENT_LINEAR_OF | {part: linear for part, linear in _LINEAR_OF.items() if linear != QKV}
 
 
 def linear_shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -41,12 +55,26 @@ def linear_shapes(model: ModelConfig) -> dict[str, Shape]:
     assert model.kv_channels is not None and model.ffn_hidden_size is not None
     hidden, heads, width, inner = model.hidden_size, model.num_attention_heads, model.kv_channels, model.ffn_hidden_size
     groups = model.num_query_groups
+    fused: dict[str, Shape] = {QKV: (groups, heads // groups + 2, width, hidden)}
     return {
-        QKV: (groups, heads // groups + 2, width, hidden),
-        PROJECTION: (hidden, heads * width),
+        **(_latent_shapes(model) if model.multi_latent_attention else fused),
+        PROJECTION: (hidden, heads * head_widths(model)[1]),
         FC1: (2, inner, hidden) if model.swiglu else (inner, hidden),
         FC2: (hidden, inner),
     }
+
+
+def _latent_shapes(model: ModelConfig) -> dict[str, Shape]:
+    hidden, heads, latent, queries = model.hidden_size, model.num_attention_heads, model.kv_lora_rank, model.q_lora_rank
+    shapes = {
+        "kv_a_proj_with_mqa": (latent + model.qk_pos_emb_head_dim, hidden),
+        "kv_b_proj": (heads, model.qk_head_dim + model.v_head_dim, latent),
+    }
+    if queries is None:
+        shapes = {"q_proj": (heads, head_widths(model)[0], hidden), **shapes}
+    else:
+        shapes = {"q_a_proj": (queries, hidden), "q_b_proj": (heads, head_widths(model)[0], queries), **shapes}
+    return {_LATENT_LINEAR_OF[part]: shape for part, shape in shapes.items()}
 
 
 def slots_of(part: str, model: ModelConfig) -> tuple[int, Range] | None:
@@ -54,7 +82,7 @@ def slots_of(part: str, model: ModelConfig) -> tuple[int, Range] | None:
     assert model.num_attention_heads is not None
     queries = model.num_attention_heads // model.num_query_groups
     ranges = {"q_proj": (0, queries), "k_proj": (queries, queries + 1), "v_proj": (queries + 1, queries + 2)}
-    if part in ranges:
+    if part in ranges and not model.multi_latent_attention:
         return 1, ranges[part]
     if model.swiglu and part in ("gate_proj", "up_proj"):
         return 0, (0, 1) if part == "gate_proj" else (1, 2)
@@ -63,7 +91,7 @@ def slots_of(part: str, model: ModelConfig) -> tuple[int, Range] | None:
 
 def output_slices(part: str, model: ModelConfig) -> tuple[slice, ...]:
     """The outputs [...] of its linear layer that a target is."""
-    shape = linear_shapes(model)[LINEAR_OF[part]][:-1]
+    shape = linear_shapes(model)[linears_of(model)[part]][:-1]
     slots = slots_of(part, model)
     return tuple(
         slice(*slots[1]) if slots is not None and dim == slots[0] else slice(0, size) for dim, size in enumerate(shape)
@@ -73,7 +101,7 @@ def output_slices(part: str, model: ModelConfig) -> tuple[slice, ...]:
 def widths_of(part: str, model: ModelConfig) -> tuple[int, int]:
     """Inputs and outputs of a target."""
     outputs = (each.stop - each.start for each in output_slices(part, model))
-    return linear_shapes(model)[LINEAR_OF[part]][-1], prod(outputs)
+    return linear_shapes(model)[linears_of(model)[part]][-1], prod(outputs)
 
 
 @dataclass(frozen=True)
@@ -120,7 +148,7 @@ def _rows(architecture: Architecture, template: str, shape: Shape) -> Iterator[t
 
 def part_of(layer: HFLinear, model: ModelConfig) -> str:
     """The target of ours that is exactly this layer; of those that mean the same outputs, the one of this network."""
-    for part, linear in LINEAR_OF.items():
+    for part, linear in linears_of(model).items():
         fits = linear == layer.linear and output_slices(part, model) == layer.rows.slices
         if fits and (linear != FC1 or model.swiglu or part == "up_proj"):
             return part
@@ -129,4 +157,4 @@ def part_of(layer: HFLinear, model: ModelConfig) -> str:
 
 def overlap(part: str, layer: HFLinear, model: ModelConfig) -> bool:
     """Whether a target shares outputs with a layer of Hugging Face's."""
-    return LINEAR_OF[part] == layer.linear and layer.rows.overlap(output_slices(part, model)) is not None
+    return linears_of(model)[part] == layer.linear and layer.rows.overlap(output_slices(part, model)) is not None

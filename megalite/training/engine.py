@@ -37,16 +37,25 @@ class Engine:
         self._evaluation = PipelineRuntime(self.executor, None, wait, transport)
 
     def train(
-        self, microbatches: list[Microbatch], *, scale: Tensor, sample_scale: float, dropout_key: Tensor
+        self,
+        microbatches: list[Microbatch],
+        *,
+        scale: Tensor,
+        sample_scale: float,
+        ahead_scales: Tensor,
+        dropout_key: Tensor,
     ) -> Tensor:
-        """Gradients of the summed losses times `scale`, and of auxiliary ones, into the buffers; that sum, float64, on
-        the device: zero on ranks of other stages than the last."""
-        self.executor.begin(microbatches, scale=scale, sample_scale=sample_scale, dropout_key=dropout_key)
+        """Gradients of the summed losses times `scale`, of auxiliary ones, and of those of multi-token prediction times
+        `ahead_scales` [depths], into the buffers; the summed losses and these, float64 [1 + depths], on the device:
+        zeros on ranks of other stages than the last."""
+        self.executor.begin(
+            microbatches, scale=scale, sample_scale=sample_scale, ahead_scales=ahead_scales, dropout_key=dropout_key
+        )
         self._training.run(self.schedules.training(len(microbatches)))
-        return self.executor.loss_sum
+        return torch.cat((self.executor.loss_sum.view(1), self.executor.ahead_sums))
 
     def evaluate(self, microbatches: list[Microbatch], on_output: OnOutput | None = None) -> Tensor:
-        """The summed losses as above, of forwards alone."""
+        """The summed losses of next tokens, or labels, of forwards alone: float64 [], as above."""
         self.executor.on_evaluated = on_output
         self.executor.begin(microbatches)
         self._evaluation.run(self.schedules.evaluation(len(microbatches)))

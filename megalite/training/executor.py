@@ -104,10 +104,12 @@ class GPTExecutor:
         self._weight_jobs: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._scale: Tensor | float = 1.0
         self._sample_scale: Tensor | float = 1.0
+        self._ahead_scales = torch.ones(objective.depths)
         self._dropout_key: Tensor | None = None
         self._training = False
         self.on_evaluated: Callable[[GPTStage, Tensor, Microbatch], None] | None = None
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.ahead_sums = torch.zeros(objective.depths, dtype=torch.float64, device=mesh.device)
 
     def begin(
         self,
@@ -115,17 +117,21 @@ class GPTExecutor:
         *,
         scale: Tensor | float = 1.0,
         sample_scale: Tensor | float = 1.0,
+        ahead_scales: Tensor | None = None,
         dropout_key: Tensor | None = None,
     ) -> None:
         """Set the microbatches of a step. `scale` multiplies the summed loss before its backward, `sample_scale` an
-        auxiliary loss of a mean sequence. Without a `dropout_key` it is an evaluation. `loss_sum`, which only ranks of
-        the last stage add to, starts from zero."""
+        auxiliary loss of a mean sequence, `ahead_scales` [depths] those of multi-token prediction. Without a
+        `dropout_key` it is an evaluation. `loss_sum` and `ahead_sums`, which only ranks of the last stage add to, start
+        from zero."""
         self._microbatches = microbatches
         self._training = dropout_key is not None
         self._dropout_key = None if dropout_key is None else self.mesh.upload(dropout_key)
         self._scale, self._sample_scale = scale, sample_scale
+        self._ahead_scales = self._ahead_scales if ahead_scales is None else ahead_scales
         self._kept.clear()
         self.loss_sum.zero_()
+        self.ahead_sums.zero_()
 
     def expected_inputs(self, chunk: int, microbatch: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what a chunk's forward gets from the previous stage."""
@@ -148,29 +154,45 @@ class GPTExecutor:
             received = inputs[HIDDEN].detach().requires_grad_(self._training)
         with torch.set_grad_enabled(self._training):
             hidden = stage(batch.tokens if received is None else received, tokens)
+            losses = self._losses(stage, hidden, host, batch, tokens)
             if auxiliary is not None:
                 auxiliary.counting = False  # what is computed again counts once
-            losses = self._losses(stage, hidden, host, batch)
-            for loss, _ in losses:
-                self.loss_sum += loss
             sent = [] if stage.span.has_output else [hidden]
             if self._training:
-                ends = [get_gradient_edge(end) for end in (*sent, *(scaled for _, scaled in losses))]
+                ends = [get_gradient_edge(end) for end in (*sent, *losses)]
                 self._kept[chunk, microbatch] = _Kept(ends, received)
         return {HIDDEN: hidden.detach()} if sent else None
 
     def _losses(
-        self, stage: GPTStage, hidden: Tensor, host: Microbatch, batch: Microbatch
-    ) -> list[tuple[Tensor, Tensor]]:
-        """What a stage adds to the summed loss of a microbatch, which is on the host and on the device; and where the
-        backward of it begins."""
+        self, stage: GPTStage, hidden: Tensor, host: Microbatch, batch: Microbatch, tokens: Tokens
+    ) -> list[Tensor]:
+        """Where the backward of what a stage adds to the loss of a microbatch begins, which is on the host and on the
+        device. Adds to the sums."""
         if not stage.span.has_output:
             return []
         if self.on_evaluated is not None and not self._training:
             self.on_evaluated(stage, hidden, batch)
-        indices = self.objective.token_indices(host)
+        states: list[Tensor] = []
+        if self._training and batch.ahead_tokens is not None:
+            states = stage.states_ahead(hidden, batch.ahead_tokens, tokens)
+        loss, total = self._loss(stage, hidden, batch.labels, host.loss_mask, self._scale)
+        self.loss_sum += loss
+        totals = [total]
+        for depth, state in enumerate(states):
+            assert batch.ahead_labels is not None and host.ahead_mask is not None
+            labels, mask = batch.ahead_labels[:, depth], host.ahead_mask[:, depth]
+            loss, total = self._loss(stage, state, labels, mask, self._ahead_scales[depth])
+            self.ahead_sums[depth] += loss
+            totals.append(total)
+        return totals
+
+    def _loss(
+        self, stage: GPTStage, hidden: Tensor, labels: Tensor, mask: Tensor, scale: Tensor | float
+    ) -> tuple[Tensor, Tensor]:
+        """As `TokenLoss.loss`. `mask`: which labels count, on the host."""
+        indices = self.objective.token_indices(mask)
         indices = None if indices is None else self.mesh.upload(indices)
-        return [self.objective.loss(stage, hidden, batch, indices, scale=self._scale, training=self._training)]
+        return self.objective.loss(stage, hidden, labels, indices, scale=scale, training=self._training)
 
     def backward(self, chunk: int, microbatch: int, output_grads: Tensors | None = None) -> Tensors | None:
         """Accumulate the gradients of a chunk's parameters; return those of its inputs."""

@@ -10,7 +10,7 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +26,8 @@ from megalite.files.atomic import replacing
 @dataclass(frozen=True)
 class StepRecord:
     """One training step. `counted_tokens` those whose loss counts; `lm_loss` nats per such token, NaN where there are
-    none; `learning_rate` the one that this step used. What is None wasn't asked for."""
+    none; `learning_rate` the one that this step used; `mtp_losses` as `lm_loss`, of each depth of multi-token
+    prediction. What is None wasn't asked for."""
 
     iteration: int
     consumed_samples: int
@@ -46,6 +47,7 @@ class StepRecord:
     largest_grad_norms: Mapping[str, float] | None = None
     fp8: Mapping[str, float] | None = None
     moe: Mapping[str, float] | None = None
+    mtp_losses: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,9 @@ class LogLines(Sink):
         yield f"global batch size: {last.global_batch_size:5d}"
         if losses:
             yield f"lm loss: {sum(losses) / len(losses):.6E}"
+        ahead = [r.mtp_losses for r in self.records if r.mtp_losses is not None and not r.skipped]
+        for depth, values in enumerate(zip(*ahead, strict=True), start=1):
+            yield f"mtp_{depth} loss: {sum(values) / len(values):.6E}"
         yield f"loss scale: {last.loss_scale}"
         yield f"grad norm: {last.grad_norm:.3f}"
         if last.num_zeros is not None:
@@ -213,6 +218,7 @@ _TAGS = {
 
 def _step_scalars(record: StepRecord) -> dict[str, float]:
     values = {tag: getattr(record, name) for name, tag in _TAGS.items()} | {"iteration-time": record.elapsed_ms / 1e3}
+    values |= {f"mtp_{depth} loss": loss for depth, loss in enumerate(record.mtp_losses or (), start=1)}
     return {tag: value for tag, value in values.items() if value is not None}
 
 

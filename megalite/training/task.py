@@ -63,7 +63,8 @@ class Task:
 
     def objective(self) -> TokenLoss:
         """The loss and what it is divided by."""
-        return TokenLoss(self.config.model.label_smoothing)
+        model = self.config.model
+        return TokenLoss(model.label_smoothing, model.mtp_num_layers or 0, model.mtp_loss_scaling_factor)
 
     def decisions(self, mesh: Mesh) -> DecisionCounts | None:
         """What counts a classifier's decisions in evaluations; None where nothing is decided."""
@@ -211,7 +212,8 @@ class Feed:
         """The training set's, without end; none where there is no such set."""
         if self.datasets.train is None:
             return iter(())
-        self._iterators["train"] = self._microbatches(self.datasets.train, start=self.state.consumed_samples)
+        start, ahead = self.state.consumed_samples, self.config.model.mtp_num_layers or 0
+        self._iterators["train"] = self._microbatches(self.datasets.train, start=start, ahead=ahead)
         return self._parts(self._iterators["train"])
 
     def evaluation(self, split: str) -> Iterator[Microbatch]:
@@ -240,7 +242,9 @@ class Feed:
         with self._microbatches(dataset, start=0, total=len(dataset)) as microbatches:
             yield from microbatches
 
-    def _microbatches(self, dataset: SampleSource, *, start: int, total: int | None = None) -> MicrobatchIterator:
+    def _microbatches(
+        self, dataset: SampleSource, *, start: int, total: int | None = None, ahead: int = 0
+    ) -> MicrobatchIterator:
         training, data = self.config.training, self.config.data
         return MicrobatchIterator(
             dataset,
@@ -254,6 +258,7 @@ class Feed:
             total=total,
             trim_multiple=self._trim_multiple,
             pin_memory=self.mesh.device.type == "cuda",
+            ahead=ahead,
         )
 
     @property

@@ -66,7 +66,8 @@ class Trainer:
             microbatches = [next(self.microbatches) for _ in range(count)]
         tokens = self._count_tokens(microbatches)
         loss_scale = self.progress.scaler.scale
-        loss = self._forward_backward(microbatches, tokens[0], loss_scale, samples)
+        normalisers = torch.cat((tokens[:1], tokens[2:]))
+        losses = self._forward_backward(microbatches, normalisers, loss_scale, samples)
         with self.timers.section("all-grads-sync"):
             self.optimizer.reduce_gradients()
             self.model.balance.sum_up()
@@ -75,22 +76,25 @@ class Trainer:
             self.on_first_gradients = None
         with self.timers.section("grad-norm", 2):
             result = self.optimizer.measure(loss_scale)
-        mean, counted, processed = torch.cat([loss.view(1), tokens]).tolist()  # one transfer; counts are exact in it
-        return self._finish(samples, int(counted), int(processed), mean, loss_scale, result)
+        known = torch.cat([tokens[:2], losses]).tolist()  # one transfer; counts are exact in it
+        return self._finish(samples, int(known[0]), int(known[1]), known[2:], loss_scale, result)
 
     def _count_tokens(self, microbatches: list[Microbatch]) -> Tensor:
-        """Tokens of the global batch, int64 [2] on the device: those whose loss counts, over which it is the mean, and
-        all that are processed."""
-        counted = self.engine.executor.objective.normaliser(microbatches)
-        mine = torch.stack([counted, torch.tensor(sum(batch.tokens.numel() for batch in microbatches))])
+        """Tokens of the global batch, int64 [2 + depths] on the device: those whose loss counts, over which it is the
+        mean; all that are processed; and those that count of each depth of multi-token prediction."""
+        objective = self.engine.executor.objective
+        counted, ahead = objective.normaliser(microbatches), objective.normalisers_ahead(microbatches)
+        processed = sum(batch.tokens.numel() for batch in microbatches)
+        mine = torch.cat([counted.view(1), torch.tensor([processed]), ahead])
         return all_reduce(self.mesh.upload(mine), self.mesh.dp_cp)
 
     def _forward_backward(
         self, microbatches: list[Microbatch], counted: Tensor, loss_scale: float, samples: int
     ) -> Tensor:
-        """Gradients into the buffers; the mean loss over the `counted` tokens of the global batch, equal on all ranks,
-        still on the device."""
-        tokens = counted.clamp(min=1).to(torch.float64)
+        """Gradients into the buffers; the mean losses over the `counted` tokens [1 + depths] of the global batch, equal
+        on all ranks, still on the device."""
+        tokens = counted[0].clamp(min=1).to(torch.float64)
+        ahead = self.engine.executor.objective.scales_ahead(counted[1:]) * loss_scale
         with self.timers.section("forward-backward"):
             self.optimizer.begin_step(len(microbatches))
             self.model.scaling.begin_step(loss_scale / tokens)
@@ -102,14 +106,19 @@ class Trainer:
                 stream = random.fold(key, state.consumed_samples, self.mesh.rank)
                 torch.cuda.manual_seed(int(stream.item()) & (2**63 - 1))
             losses = self.engine.train(
-                microbatches, scale=loss_scale / tokens, sample_scale=loss_scale / samples, dropout_key=key
+                microbatches,
+                scale=loss_scale / tokens,
+                sample_scale=loss_scale / samples,
+                ahead_scales=ahead,
+                dropout_key=key,
             )
-        return summed_over_ranks(losses, self.mesh) / tokens
+        return summed_over_ranks(losses, self.mesh) / counted.clamp(min=1)
 
     def _finish(
-        self, samples: int, counted: int, tokens: int, loss: float, loss_scale: float, result: StepResult
+        self, samples: int, counted: int, tokens: int, losses: list[float], loss_scale: float, result: StepResult
     ) -> StepRecord:
-        """Update or skip, advance the state, and tell."""
+        """Update or skip, advance the state, and tell. `losses`: of next tokens, then of those further ahead."""
+        loss, *ahead = losses
         state, schedule = self.progress.state, self.progress.schedule
         finite = result.finite and math.isfinite(loss)
         self._refuse(finite, loss, result)
@@ -159,6 +168,7 @@ class Trainer:
             largest_grad_norms=largest,
             fp8=fp8,
             moe=load,
+            mtp_losses=ahead or None,
         )
 
     def _largest_norms(self, loss_scale: float) -> dict[str, float] | None:

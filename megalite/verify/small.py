@@ -14,6 +14,7 @@ from megalite.config.check_precision import FP8_BLOCKS, cut_blocks
 from megalite.config.errors import FlagError
 from megalite.config.resolve import (
     context_exchange,
+    head_widths,
     heads_exchanged,
     parse_window,
     pipeline_units,
@@ -97,6 +98,17 @@ def _small_heads(config: RunConfig, *, copied: bool) -> None:
     heads = groups * share
     model.num_attention_heads, model.num_query_groups = heads, groups
     model.hidden_size, model.kv_channels, model.ffn_hidden_size = 8 * heads, 8, 3 * 8 * heads
+    _small_latents(config)
+    model.mtp_num_layers = None if model.mtp_num_layers is None else min(model.mtp_num_layers, 2)
+
+
+def _small_latents(config: RunConfig) -> None:
+    """With multi-latent attention, widths that all differ."""
+    model = config.model
+    if model.multi_latent_attention:
+        model.q_lora_rank = None if model.q_lora_rank is None else 20
+        model.kv_lora_rank, model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim = 12, 6, 4, 5
+        model.kv_channels = head_widths(model)[0]
 
 
 def _fit_blocks(config: RunConfig, tp: int) -> None:
@@ -211,6 +223,7 @@ def for_matrix(config: RunConfig, variant: Variant, folder: Path | None = None) 
     model.num_layers, model.num_attention_heads, model.hidden_size = max(2, variant.pp * variant.chunks), 4, 32
     model.num_query_groups = 2 if model.group_query_attention else 1
     model.ffn_hidden_size, model.kv_channels = 96, 8
+    _small_latents(config)
     _fit_blocks(config, variant.tp)
     _fit_edges(config)
     _small_batch(config, 16, folder)

@@ -53,8 +53,10 @@ def test_all_linear_means_what_hugging_face_has_as_one_layer() -> None:
     assert lora_parts(ModelConfig(swiglu=True), names) == [*gated, "gate_proj", "up_proj", "down_proj"]
     glm = ModelConfig(swiglu=True, rotary_interleaved=True)
     assert lora_parts(glm, names) == [*gated, "gate_up_proj", "down_proj"]
-    assert lora_parts(ModelConfig(), target_names(PeftConfig(lora_target_modules=["v_proj,c_proj"]))) == [
-        "v_proj",
-        "o_proj",
-        "down_proj",
-    ]
+    some = target_names(PeftConfig(lora_target_modules=["v_proj,c_proj"]), ModelConfig())
+    assert lora_parts(ModelConfig(), some) == ["v_proj", "o_proj", "down_proj"]
+    latent = ModelConfig(multi_latent_attention=True, swiglu=True, rotary_interleaved=True)
+    attention = ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    assert lora_parts(latent, names) == [*attention, "gate_proj", "up_proj", "down_proj"]
+    latent.q_lora_rank = 8
+    assert target_names(PeftConfig(), latent) == ["q_a_proj", "q_b_proj", *attention[1:]]

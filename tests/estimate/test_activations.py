@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megalite.config.resolve import resolve
 from megalite.config.schema import RunConfig
-from megalite.data.microbatch import Microbatch
+from megalite.data.microbatch import Microbatch, with_ahead
 from megalite.distributed.layout import Layout
 from megalite.estimate.activations import chunk_activations
 from megalite.models.gpt import GPTStage
@@ -25,7 +26,7 @@ from megalite.training.executor import HIDDEN, GPTExecutor, LoweredSchedules
 from megalite.training.memory import PeakMemory
 from megalite.training.objective import TokenLoss
 from megalite.training.report import predicted_memory
-from tests.helpers import FP32, LLAMA, VOCABULARY, FixedSink, data_mesh, set_fields, tiny_config, tiny_tokens
+from tests.helpers import FP32, LATENT, LLAMA, VOCABULARY, FixedSink, data_mesh, set_fields, tiny_config, tiny_tokens
 
 LENGTH, MICROBATCHES = 64, 4
 
@@ -53,12 +54,12 @@ def step_of(config: RunConfig, rank: int) -> tuple[int, int]:
         initialize(stage, 1)
     for _, parameter, _ in specs_of(stages):
         parameter.gradient_sink = FixedSink(torch.zeros_like(parameter))
-    executor, plan = GPTExecutor(stages, mesh, TokenLoss()), LoweredSchedules(config, rank)
+    depths = config.model.mtp_num_layers or 0
+    executor, plan = GPTExecutor(stages, mesh, TokenLoss(depths=depths)), LoweredSchedules(config, rank)
     text = tiny_tokens(2, LENGTH)
-    batch = Microbatch(
-        text[:, :-1], text[:, 1:], torch.ones(2, LENGTH, dtype=torch.bool), torch.arange(LENGTH)[None].expand(2, -1),
-        torch.arange(2),
-    )  # fmt: skip
+    arrays = {"tokens": text[:, :-1].numpy(), "labels": text[:, 1:].numpy(), "sample_ids": np.arange(2)}
+    arrays |= {"loss_mask": np.ones((2, LENGTH), dtype=bool), "position_ids": np.tile(np.arange(LENGTH), (2, 1))}
+    batch = Microbatch.from_arrays(with_ahead(arrays, depths) if depths else arrays)
     executor.begin([batch] * MICROBATCHES, dropout_key=torch.tensor(1))
     with PeakMemory(torch.device("cpu")) as memory:
         for action in plan.training(MICROBATCHES):
@@ -80,6 +81,12 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 FP8 = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "fp8_backend": "torch"}
 EDGES = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 4, "num_layers_at_end_in_bf16": 3}
 LLAMA_LIKE = {**LLAMA, "ffn_hidden_size": 160}
+DEEPSEEK_LIKE = {**LATENT, "ffn_hidden_size": 160, "q_lora_rank": 48, "kv_lora_rank": 32} | {
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+}
+AHEAD = {"mtp_num_layers": 2}
 
 
 @pytest.mark.parametrize(
@@ -88,6 +95,12 @@ LLAMA_LIKE = {**LLAMA, "ffn_hidden_size": 160}
         pytest.param({}, {}, id="one stage"),
         pytest.param(LLAMA_LIKE, {}, id="one stage, llama"),
         pytest.param(LLAMA_LIKE, FULL, id="one stage, full, llama"),
+        pytest.param(DEEPSEEK_LIKE, {}, id="one stage, latent"),
+        pytest.param(DEEPSEEK_LIKE, {"attention_backend": "unfused"}, id="one stage, latent, unfused"),
+        pytest.param(DEEPSEEK_LIKE, FULL, id="one stage, full, latent"),
+        pytest.param(LLAMA_LIKE | AHEAD, {}, id="one stage, tokens ahead"),
+        pytest.param(LLAMA_LIKE | AHEAD, FULL, id="one stage, full, tokens ahead"),
+        pytest.param(DEEPSEEK_LIKE | AHEAD, PIPELINE, id="1f1b, latent, tokens ahead"),
         pytest.param({}, {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}, id="mlp"),
         pytest.param({}, PIPELINE, id="1f1b"),
         pytest.param({}, PIPELINE | FULL, id="1f1b, full"),

@@ -9,16 +9,21 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megalite.config.resolve import resolve
-from megalite.config.schema import ModelConfig
+from megalite.config.resolve import head_widths, resolve
+from megalite.config.schema import ModelConfig, PrecisionConfig
 from megalite.distributed.launch import Environment
 from megalite.distributed.mesh import single_process_mesh
 from megalite.estimate.memory import estimate_memory
+from megalite.estimate.model import count_parameters
+from megalite.nn.module import named_specs
 from megalite.peft.apply import Scale
-from megalite.peft.modules import LINEAR_OF, linear_shapes, widths_of
+from megalite.peft.modules import linear_shapes, linears_of, widths_of
 from megalite.training.prepare import prepare_config
 from megalite.training.run import build_run
+from megalite.verify.layouts import Variant
+from tests.helpers import FP64, LATENT, LLAMA, tiny_model
 from tests.peft.runs import adapter_config
+from tests.verify.networks import network
 
 
 @pytest.mark.parametrize(
@@ -58,6 +63,24 @@ def test_a_step_costs_what_the_formula_says(kind: str, more: dict[str, Any]) -> 
     assert counter.get_total_flops() / record.consumed_tokens == pytest.approx(formula - left_out, rel=1e-12)
 
 
+@pytest.mark.parametrize("latent", [False, True], ids=["grouped", "latent"])
+def test_a_step_that_predicts_further_tokens_costs_what_the_formula_says(latent: bool) -> None:
+    config = network(Variant(), tied=False, llama=True, latent=latent, ahead=2, precision=PrecisionConfig(fp64=True))
+    config.model.attention_backend = "unfused"
+    config.data.eod_mask_loss = config.data.reset_attention_mask = config.data.reset_position_ids = False
+    run = build_run(prepare_config(resolve(config, 1), Environment()), single_process_mesh())
+    model, length = run.model.config.model, run.model.config.data.seq_length
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _product}) as counter:
+        record = run.trainer.step()
+    run.close()
+    formula = run.model.flops_per_token(length)
+    # As above, the whole square; and the last tokens have none so far ahead.
+    formula += 3.0 * (model.num_layers + 2) * length * model.num_attention_heads * sum(head_widths(model))
+    formula -= 6.0 * model.hidden_size * run.model.stages[0].vocab_size * (1 + 2) / length
+    assert record.counted_tokens == record.consumed_tokens
+    assert counter.get_total_flops() / record.consumed_tokens == pytest.approx(formula, rel=1e-12)
+
+
 def _product(into: torch.Size, a: torch.Size, b: torch.Size, **_: Any) -> int:
     """Of the product that is added to a weight's gradient, which torch doesn't count."""
     return 2 * a[0] * a[1] * b[1]
@@ -67,7 +90,7 @@ def _zeros(scales: dict[str, Scale], model: ModelConfig) -> int:
     """Of a layer: adapters beside one fused weight are one product, where each B is as high as all outputs."""
     result = 0
     for linear, shape in linear_shapes(model).items():
-        ranks = {part: scale.rank for part, scale in scales.items() if LINEAR_OF[part] == linear}
+        ranks = {part: scale.rank for part, scale in scales.items() if linears_of(model)[part] == linear}
         outputs = sum(rank * widths_of(part, model)[1] for part, rank in ranks.items())
         result += sum(ranks.values()) * prod(shape[:-1]) - outputs
     return result
@@ -82,3 +105,21 @@ def test_frozen_parameters_have_no_state_and_are_not_shared_out() -> None:
     whole, part = (estimate_memory(config, count, activations=0, ranks=4, frozen=count - 400) for count in (400, 1400))
     assert (part.main_gradients, part.main_parameters, part.moments) == (400, 400, 800)
     assert part.parameters == whole.parameters + 2000 == 2200
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        {},
+        LLAMA,
+        {**LLAMA, "qk_layernorm": True, "add_proj_bias": True, "mtp_num_layers": 2},
+        {"position_embedding_type": "rope", "mtp_num_layers": 1, "qk_layernorm": True},
+        LATENT,
+        {**LATENT, "q_lora_rank": None, "qk_layernorm": False, "add_bias_linear": True, "mtp_num_layers": 3},
+    ],
+    ids=["gpt2", "llama", "llama, 2 ahead", "gpt2, 1 ahead", "latent", "latent, other settings, 3 ahead"],
+)
+def test_the_parameters_are_those_of_the_model_that_is_built(network: dict[str, Any]) -> None:
+    model = tiny_model(single_process_mesh(), FP64, **network)
+    built = sum(prod(spec.shape) for _, _, spec in named_specs(model))
+    assert count_parameters(model.config, model.vocab_size).total == built

@@ -17,7 +17,7 @@ from megalite.inference.generate import GenerationCache, PaddedBatch, stream
 from megalite.inference.options import GenerationOptions
 from megalite.models.gpt import GPTStage, plain_tokens
 from megalite.peft.apply import apply_peft
-from tests.helpers import BF16, FP32, FP64, LLAMA, VOCABULARY, tiny_model
+from tests.helpers import BF16, FP32, FP64, LATENT, LLAMA, VOCABULARY, tiny_model
 from tests.inference.checkpoints import generate
 from tests.models import hf_models
 
@@ -28,6 +28,16 @@ SAMPLED = GenerationOptions(max_new_tokens=NEW, temperature=1.5, top_k=60, top_p
 
 NETWORKS: dict[str, dict[str, Any]] = {
     "yarn": {**LLAMA, "position_embedding_type": "yarn", "rope_original_max_position_embeddings": 16},
+    "multi-latent attention": LATENT,
+    "multi-latent attention, yarn, window": {
+        **LATENT,
+        "q_lora_rank": None,
+        "position_embedding_type": "yarn",
+        "rope_original_max_position_embeddings": 16,
+        "yarn_mscale": 1.0,
+        "yarn_mscale_all_dim": 0.5,
+        "window_size": "4,0",
+    },
     "learned positions": {},
     "rotary, grouped queries": LLAMA,
     "no positions": {"position_embedding_type": "none"},
@@ -105,6 +115,13 @@ def test_an_adapter_s_part_in_generation_is_its_part_in_training(kind: str, netw
         for row, prompt in enumerate(PROMPTS):
             expected = plain_logits(model, prompt + [row + 1] * step)
             torch.testing.assert_close(found[row], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_cache_of_latents_holds_the_latent_vector_and_the_shared_part_of_keys_alone() -> None:
+    model = build(**LATENT)
+    latent, turned = LATENT["kv_lora_rank"], LATENT["qk_pos_emb_head_dim"]
+    cache = GenerationCache(model, tokens=7, batch=3)
+    assert cache.nbytes == 2 * 7 * 3 * (latent + turned) * 8  # layers, tokens, batch, bytes
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

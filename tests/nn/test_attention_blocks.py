@@ -60,9 +60,9 @@ def _causal_blocks() -> list[Block]:
     """Of two chunks: each with itself, and the second with the first."""
     first, second = slice(0, 6), slice(6, 12)
     return [
-        Block(first, first, True, None, _unchanged),
-        Block(second, second, True, None, _unchanged),
-        Block(second, first, False, None, _unchanged),
+        Block(first, first, True, None, _unchanged, 8**-0.5),
+        Block(second, second, True, None, _unchanged, 8**-0.5),
+        Block(second, first, False, None, _unchanged, 8**-0.5),
     ]
 
 
@@ -84,7 +84,7 @@ def test_a_query_that_sees_no_key_of_a_block_is_as_if_there_were_none(kernel: Ca
     mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
     halves = slice(0, 6), slice(6, 12)
     blocks = [
-        Block(rows, columns, False, mask[:, :, rows, columns], _unchanged)
+        Block(rows, columns, False, mask[:, :, rows, columns], _unchanged, 8**-0.5)
         for rows in halves
         for columns in (rows, *(each for each in halves if each != rows))  # its own first
     ]
@@ -103,7 +103,9 @@ def test_dropped_weights_are_those_of_whole_rows() -> None:
     out = ((weights * factor) @ value.unsqueeze(2)).flatten(1, 2)
     out.backward(grad)
     blocks = [
-        Block(each.rows, each.columns, each.causal, None, lambda w, e=each: w * factor[..., e.rows, e.columns])  # type: ignore[misc]
+        Block(
+            each.rows, each.columns, each.causal, None, lambda w, e=each: w * factor[..., e.rows, e.columns], each.scale
+        )  # type: ignore[misc]
         for each in _causal_blocks()
     ]
     plain = (each.detach() for each in (query, key, value))

@@ -18,7 +18,7 @@ from megalite.distributed.mesh import single_process_mesh
 from megalite.models.gpt import GPTStage
 from megalite.nn.tokens import Tokens
 from megalite.peft.apply import apply_peft
-from megalite.peft.modules import LINEAR_OF
+from megalite.peft.modules import linears_of
 from tests.helpers import FP64, LLAMA, tiny_model
 
 LENGTH, BATCH, WIDTH, DROP = 64, 4, 32, 0.3
@@ -37,7 +37,7 @@ def _model(drop: float = DROP, targets: str = "all-linear") -> GPTStage:
 @torch.no_grad()
 def _added(model: GPTStage, part: str, layer: int = 0, keys: Tensor | None = KEYS) -> Tensor:
     """What the adapter of one part adds for an input of ones [s, b, outputs of the part]; others add nothing."""
-    base = model.decoder.layers[str(layer)].get_submodule(LINEAR_OF[part])
+    base = model.decoder.layers[str(layer)].get_submodule(linears_of(model.config)[part])
     for pair in base.lora.children():
         pair.a.copy_(torch.eye(WIDTH))
         pair.b.zero_()

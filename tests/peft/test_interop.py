@@ -27,6 +27,7 @@ from megalite.optimizer.optimizer import Optimizer
 from megalite.peft.adapter import AdapterPlan, load_adapter, plan_adapter
 from megalite.peft.convert import lora_name
 from megalite.peft.files import peft_config
+from tests.checkpoint.huggingface.folders import LATENT
 from tests.models.hf_models import VOCABULARY, gpt2, llama_like
 from tests.peft.interop import FP32, loud, make_and_save, our_logits, peft_logits, stages_of
 
@@ -36,6 +37,8 @@ LLAMA = {"num_key_value_heads": 2, "head_dim": 12}
 def _model(kind: str) -> nn.Module:
     if kind == "GPT2":
         return gpt2(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+    if kind == "DeepseekV3":
+        return llama_like(kind, **LATENT, q_lora_rank=20)
     extra = {"num_key_value_heads": 2, "head_dim": 8, "partial_rotary_factor": 0.5} if kind == "Glm" else LLAMA
     return llama_like(kind, **extra)
 
@@ -57,6 +60,8 @@ ours_to_peft: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm, all": ("Glm", {"peft": "lora", "lora_target_modules": ["all-linear"]}),
     "glm, gate alone": ("Glm", {"peft": "lora", "lora_target_modules": ["gate_proj"]}),
+    # PEFT takes the names of a DeepSeek's MLP for those of experts.
+    "deepseek, attention": ("DeepseekV3", {"peft": "lora"}),
     "llama, prefix": ("Llama", {"peft": "prefix", "num_virtual_tokens": 5}),
     "llama, prefix from a network": ("Llama", {"peft": "prefix", "prefix_projection": True, "num_virtual_tokens": 5}),
     "gpt2, prefix": ("GPT2", {"peft": "prefix", "num_virtual_tokens": 3}),
@@ -98,6 +103,7 @@ peft_to_ours: dict[str, tuple[str, PeftConfig]] = {
     "rslora": ("Qwen2", LoraConfig(r=4, use_rslora=True, target_modules="all-linear", **LORA)),
     "lora on gpt2": ("GPT2", LoraConfig(r=4, fan_in_fan_out=True, target_modules=["c_attn", "c_proj"], **LORA)),
     "lora on glm": ("Glm", LoraConfig(r=4, target_modules="all-linear", **LORA)),
+    "lora on deepseek": ("DeepseekV3", LoraConfig(r=4, target_modules=["q_b_proj", "kv_a_proj_with_mqa"], **LORA)),
     "ranks by pattern": (
         "Llama",
         LoraConfig(
@@ -168,12 +174,13 @@ def _their_gradients(base: Path, adapter: Path, tokens: Tensor, labels: Tensor) 
     model.eval()
     F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten()).backward()
     gradients: dict[str, Tensor] = {}
+    ours = read_huggingface_config(base).model
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             words = name.split(".")  # ... layers.1.self_attn.q_proj.lora_A.default.weight
             matrix = next(word for word in words if word in ("lora_A", "lora_B"))
             layer, part = int(words[words.index("layers") + 1]), words[words.index(matrix) - 1]
-            gradients[lora_name(layer, part, matrix[-1].lower())] = parameter.grad
+            gradients[lora_name(layer, part, matrix[-1].lower(), ours)] = parameter.grad
     return gradients
 
 

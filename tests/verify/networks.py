@@ -59,6 +59,8 @@ def network(
     tied: bool = True,
     dropout: float = 0.0,
     llama: bool = False,
+    latent: bool = False,
+    ahead: int = 0,
     steps: int = STEPS,
     finetuning: str | None = None,
     folder: Path | None = None,
@@ -67,7 +69,8 @@ def network(
     """GPT-2's or Llama's kinds of layer with 131 ids, a prime: padded vocabularies are always exercised. Layers and
     batch are the least that shows `variant`.
 
-    `finetuning`: one of FINETUNING, with its samples in `folder`; None: pretraining. `precision`: of FP8.
+    `latent`: Llama's with multi-latent attention. `ahead`: tokens predicted beside the next. `finetuning`: one of
+    FINETUNING, with its samples in `folder`; None: pretraining. `precision`: of FP8.
     """
     model = ModelConfig(
         hidden_dropout=dropout,
@@ -75,9 +78,14 @@ def network(
         untie_embeddings_and_output_weights=not tied,
         make_vocab_size_divisible_by=1,
     )
-    if llama:
+    if llama or latent:
         model.position_embedding_type, model.normalization, model.swiglu = "rope", "RMSNorm", True
-        model.add_bias_linear, model.group_query_attention, model.qk_layernorm = False, True, True
+        model.add_bias_linear, model.group_query_attention, model.qk_layernorm = False, not latent, True
+    if latent:
+        model.multi_latent_attention, model.q_lora_rank = True, 20
+    if ahead:
+        model.mtp_num_layers, model.mtp_loss_scaling_factor = ahead, 0.7
+        model.position_embedding_type = "rope"
     config = RunConfig(
         model=model,
         layout=LayoutConfig(),
@@ -85,7 +93,7 @@ def network(
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=130),
         precision=precision or PrecisionConfig(),
     )
-    if llama and finetuning is None:
+    if (llama or latent) and finetuning is None:
         # Each document by itself, its end not counted: ranks then count different numbers of tokens.
         config.data.reset_position_ids = config.data.reset_attention_mask = config.data.eod_mask_loss = True
     if finetuning is not None:

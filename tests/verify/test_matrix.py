@@ -108,6 +108,40 @@ def test_every_layout_equals_one_process(pool: ProcessPool, truths: dict[str, Tr
     _pretrains(pool, truths, case, 10)
 
 
+# -------------------------------------------------------------- latent attention and further tokens
+
+Kind = tuple[bool, int]  # multi-latent attention, tokens predicted beside the next
+LATENT: list[tuple[Variant, Kind]] = [
+    (Variant(tp=2, sequence_parallel=True, pp=2, schedule="zb-h1", recompute="selective"), (True, 2)),
+    (Variant(tp=2, dp=2, sharding="optim_grads_params"), (True, 1)),
+    (Variant(pp=2, chunks=2, dp=2, schedule="interleaved", recompute="full", sharding="optim_grads"), (False, 2)),
+    (Variant(tp=2, sequence_parallel=True, dp=2, sharding="optim_grads_params", recompute="full"), (True, 2)),
+    (Variant(pp=2, dp=2, schedule="1f1b", sharding="optim_grads_params"), (False, 1)),
+]
+
+
+def _is_latent(pool: ProcessPool, truths: dict[str, Trace], variant: Variant, kind: Kind, steps: int) -> None:
+    latent, ahead = kind
+    config = network(variant, tied=ahead == 1, dropout=0.1 * (variant.dp - 1), latent=latent, ahead=ahead)
+    _check(pool, truths, variant, config, steps)
+
+
+@pytest.mark.parametrize(("variant", "kind"), LATENT, ids=str)
+def test_layout_with_latents_or_tokens_ahead_equals_one_process(
+    pool: ProcessPool, truths: dict[str, Trace], variant: Variant, kind: Kind
+) -> None:
+    _is_latent(pool, truths, variant, kind, 2)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("kind", [(True, 0), (True, 2), (False, 1)], ids=str)
+@pytest.mark.parametrize("variant", list(dict.fromkeys(case[0] for case in FULL)), ids=str)
+def test_every_layout_with_latents_or_tokens_ahead_equals_one_process(
+    pool: ProcessPool, truths: dict[str, Trace], variant: Variant, kind: Kind
+) -> None:
+    _is_latent(pool, truths, variant, kind, 10)
+
+
 # -------------------------------------------------------------------------------------------------------- fine-tuning
 
 Tuning = tuple[Variant, str]

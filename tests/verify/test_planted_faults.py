@@ -16,6 +16,7 @@ from megalite.distributed.pieces import Piece
 from megalite.distributed.pool import ProcessPool
 from megalite.optimizer import lean
 from megalite.optimizer.copies import CopySums
+from megalite.training.objective import TokenLoss
 from megalite.training.trainer import Trainer
 from megalite.verify.configs import resolved
 from megalite.verify.layouts import Variant
@@ -105,6 +106,42 @@ def test_a_planted_fault_is_found(pool: ProcessPool, variant: Variant, tracer: A
     else:
         wrong = {name for name, value in difference.parameters.items() if value > TOLERANCE}
         assert wrong == {name for name in difference.parameters if name.endswith(SEQUENCE_PARALLEL)}
+    assert prover.prove(config, variant.processes).worst <= TOLERANCE
+
+
+def _partial_key(mesh: Mesh, values: Values, steps: int) -> Trace | None:
+    """The gradient of the key part that all heads share isn't summed over the ranks that have the heads."""
+    with mock.patch("megalite.nn.latent_attention.sum_gradients", lambda x, group: x):
+        return trace(mesh, values, steps)
+
+
+def _tokens_of_a_rank(mesh: Mesh, values: Values, steps: int) -> Trace | None:
+    """The losses of tokens ahead are divided by those of this data rank."""
+    scales = TokenLoss.scales_ahead
+
+    def local(self: TokenLoss, normalisers: torch.Tensor) -> torch.Tensor:
+        return scales(self, normalisers / mesh.dp.size)
+
+    with mock.patch.object(TokenLoss, "scales_ahead", local):
+        return trace(mesh, values, steps)
+
+
+@pytest.mark.parametrize(
+    ("variant", "tracer", "where"),
+    [
+        (Variant(tp=2), _partial_key, "self_attention.linear_kv_down_proj.weight"),
+        (Variant(tp=2, sequence_parallel=True), no_copy_sums, "mtp.layers.0.eh_proj.weight"),
+        (Variant(dp=2), _tokens_of_a_rank, "mtp.layers.0.eh_proj.weight"),
+    ],
+    ids=["a shared key's gradient", "a replicated layer's gradient", "tokens ahead"],
+)
+def test_faults_of_latents_and_tokens_ahead_are_found(
+    pool: ProcessPool, variant: Variant, tracer: Any, where: str
+) -> None:
+    prover = Prover(pool, steps=1)
+    config = variant.apply(network(variant, latent=True, ahead=1, steps=1))
+    found = prover.prove(config, variant.processes, tracer=tracer).parameters
+    assert min(value for name, value in found.items() if name.endswith(where)) > 1e-3
     assert prover.prove(config, variant.processes).worst <= TOLERANCE
 
 

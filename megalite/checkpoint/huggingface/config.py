@@ -90,7 +90,8 @@ def parse_config(values: Mapping[str, Any], where: str, ignored: Collection[str]
 
 def network_settings(model: ModelConfig) -> dict[str, Any]:
     """The settings that decide what the network computes, so that equal networks have equal ones."""
-    result = {name: value for name, value in dataclasses.asdict(model).items() if name not in INERT}
+    values = dataclasses.asdict(model).items()
+    result = {name: value for name, value in values if name not in INERT and not name.startswith("mtp_")}
     result["window_size"] = bounded_window(model)
     for name in ("add_qkv_bias", "add_proj_bias"):
         result[name] = result[name] or model.add_bias_linear

@@ -35,7 +35,7 @@ from megalite.checkpoint.huggingface.travel import (
     values_of,
     write_small_files,
 )
-from megalite.checkpoint.huggingface.weights import EMBEDDING
+from megalite.checkpoint.huggingface.weights import EMBEDDING, MULTI_TOKEN
 from megalite.checkpoint.metadata import Index, TensorInfo, check_files, read_index
 from megalite.checkpoint.rewrite import read_logical
 from megalite.checkpoint.storage import CONFIG_FILE, CheckpointDirectory
@@ -58,6 +58,8 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     index = read_index(source)
     check_files(source, index.files)
     tensors = {key.removeprefix(_PREFIX): info for key, info in index.tensors.items() if key.startswith(_PREFIX)}
+    left_out = [name for name in tensors if name.startswith(MULTI_TOKEN)]
+    tensors = {name: info for name, info in tensors.items() if name not in left_out}
     config = read_checkpoint_config(source)
     if EMBEDDING not in tensors:
         raise CheckpointError(f"{source.path} {_what_it_is(config, target)}")
@@ -69,7 +71,9 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     with new_model_folder(target) as temporary:
         write_weights(temporary, _by_file(entries, shard_bytes))
         write_small_files(temporary, {CONFIG_FILE: to_json(values), **beside})
-    return [_note(config, sorted(beside)), *(padding_notes(values["pad_token_id"]) if HEAD in tensors else [])]
+    notes = ["the layers of multi-token prediction are left out: generation doesn't use them"] if left_out else []
+    padding = padding_notes(values["pad_token_id"]) if HEAD in tensors else []
+    return [_note(config, sorted(beside)), *notes, *padding]
 
 
 def _what_it_is(config: RunConfig, target: Path) -> str:

@@ -1,4 +1,5 @@
-"""Llama and its relatives (Mistral, Qwen, GLM), and with GPT-2 all architectures that can be read and written.
+"""Llama and its relatives (Mistral, Qwen, GLM, DeepSeek), and with GPT-2 all architectures that can be read and
+written.
 
 Key idea: a relative is what all of them share (names, configuration fields) and a few lines of its own.
 """
@@ -15,6 +16,7 @@ from megalite.checkpoint.huggingface.architecture import (
     read_same,
     write_same,
 )
+from megalite.checkpoint.huggingface.deepseek import LATENT_NAMES, differences
 from megalite.checkpoint.huggingface.fields import Fields
 from megalite.checkpoint.huggingface.gpt2 import GPT2
 from megalite.checkpoint.huggingface.parts import Rule, gate_and_up, same, split_qkv, stacked
@@ -235,5 +237,25 @@ _GLM = _relative(
     partial=0.5,
 )
 
-ARCHITECTURES = {one.model_type: one for one in (GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GLM)}
+# DeepSeek-V3 and V2 (DeepSeek-AI 2024): multi-latent attention.
+_DEEPSEEK_V3 = _relative(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    LATENT_NAMES,
+    *differences(dense_layers=3, chooses_pairs=True),
+    groups=None,
+    positions=4096,
+)
+_DEEPSEEK_V2 = _relative(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    LATENT_NAMES,
+    *differences(dense_layers=0, chooses_pairs=False),
+    groups=None,
+    positions=2048,
+)
+
+ARCHITECTURES = {
+    one.model_type: one for one in (GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GLM, _DEEPSEEK_V3, _DEEPSEEK_V2)
+}
 """By `model_type`; where several can express a network, the first is written."""

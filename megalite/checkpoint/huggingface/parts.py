@@ -167,5 +167,5 @@ def gate_and_up(gate: str, up: str) -> Rule:
 
 
 def stacked(name: str) -> Rule:
-    """[2, inner, ...], stored as [2 x inner, ...]."""
+    """[n, inner, ...], such as gate and up or a matrix for each head, stored as [n x inner, ...]."""
     return lambda shape: (_plain(name, ((shape[0], shape[1]), *_whole(shape[2:]))),)

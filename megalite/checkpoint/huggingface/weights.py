@@ -23,6 +23,7 @@ from megalite.distributed.param_spec import Shape
 _BLOCK = 4096  # rows compared at once
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+MULTI_TOKEN = "mtp."  # how the names of the layers of multi-token prediction begin
 
 
 class LogicalWeights:

@@ -21,6 +21,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+LATENT = {
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 5,
+    "first_k_dense_replace": 2,
+}
+"""Fields of DeepSeek's attention, and no experts."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {}),
     "gpt2, exact gelu, own width, untied": (
@@ -69,6 +77,40 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
     ),
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
+    "deepseek v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 20}),
+    "deepseek v3, yarn, halves, no latent queries": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.3,
+            },
+        },
+    ),
+    "deepseek v2": ("DeepseekV2", {**LATENT, "q_lora_rank": 20}),
+    "deepseek v2, yarn, no latent queries": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     "glm": ("Glm", {"num_key_value_heads": 2, "head_dim": 8}),
     "glm, a quarter turned, no bias": (
         "Glm",

@@ -22,6 +22,7 @@ from megalite.models.whole import build_whole, outputs
 from tests.checkpoint.huggingface import folders
 from tests.checkpoint.huggingface.folders import CASES
 from tests.checkpoint.logical import found
+from tests.helpers import LLAMA
 from tests.inference.checkpoints import save_tiny
 
 
@@ -81,6 +82,14 @@ def test_many_files_are_read_and_written(tmp_path: Path) -> None:
         assert sum(sizes) <= 15_000 or len(sizes) == 1
     model = transformers.AutoModelForCausalLM.from_pretrained(back)
     assert torch.equal(model.transformer.wpe.weight, folders.tensors(source)["transformer.wpe.weight"])
+
+
+def test_layers_of_multi_token_prediction_stay_behind(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "run", mtp_num_layers=2, **LLAMA)
+    notes = megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "hf")
+    assert any("multi-token prediction are left out" in note for note in notes)
+    line = compare.compare_with_transformers(found(tmp_path / "run"), tmp_path / "hf", build_whole, outputs)
+    assert line.startswith("logits against transformers")
 
 
 def test_a_file_without_the_head_is_read(tmp_path: Path) -> None:
