@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.distributed import random
 from megalite.nn.attention_backend import AttentionBackend, bounded_window
