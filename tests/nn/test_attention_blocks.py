@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,12 +103,11 @@ def test_dropped_weights_are_those_of_whole_rows() -> None:
     weights = scores.masked_fill(~torch.ones(12, 12, dtype=torch.bool).tril(), float("-inf")).softmax(dim=-1)
     out = ((weights * factor) @ value.unsqueeze(2)).flatten(1, 2)
     out.backward(grad)
-    blocks = [
-        Block(
-            each.rows, each.columns, each.causal, None, lambda w, e=each: w * factor[..., e.rows, e.columns], each.scale
-        )  # type: ignore[misc]
-        for each in _causal_blocks()
-    ]
+
+    def dropping(block: Block) -> Block:
+        return replace(block, dropped=lambda weights: weights * factor[..., block.rows, block.columns])
+
+    blocks = [dropping(block) for block in _causal_blocks()]
     plain = (each.detach() for each in (query, key, value))
     found = _by_blocks(PlainBlocks(DOUBLE), *plain, blocks, grad)
     for ours, theirs in zip(found, (out.detach(), query.grad, key.grad, value.grad), strict=True):
