@@ -131,8 +131,7 @@ def take_out(shown: list[str]) -> list[str]:
     """One line that lists flags with their values, to be taken out of a command; empty for fewer than two."""
     if len(shown) < 2:
         return []
-    dense = " a dense model, without experts" if any("--num-experts" in each for each in shown) else ""
-    return [f"to run{dense}, remove these flags: {' '.join(shown)}"]
+    return [f"to run, remove these flags: {' '.join(shown)}"]
 
 
 def output_folders(config: RunConfig) -> dict[str, str]:

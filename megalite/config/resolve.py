@@ -134,6 +134,12 @@ def ffn_width(model: ModelConfig) -> int | None:
     return int((wide * 2 / 3) / 64) * 64 if model.swiglu else wide
 
 
+def balancing(model: ModelConfig) -> dict[str, float]:
+    """How tokens are spread over the experts, each with the weight of its loss."""
+    kinds = model.moe_router_load_balancing_type or ["aux_loss"]
+    return dict(zip(kinds, model.moe_aux_loss_coeff or [0.0] * len(kinds), strict=False))
+
+
 def expert_layers(model: ModelConfig) -> list[bool]:
     """Which layers have experts. A ValueError says what is wrong with --moe-layer-freq."""
     layers = model.num_layers

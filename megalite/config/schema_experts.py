@@ -1,13 +1,12 @@
 """The configuration of mixtures of experts (Shazeer et al. 2017)."""
 
+# ruff: noqa: RUF009 (flag() makes a dataclass field, so a list in it is not shared)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from megalite.config.schema_field import ABOVE_ZERO, BELOW_ONE, flag
-
-_PLANNED: dict[str, Any] = {"planned": "mixture of experts"}
+from megalite.config.schema_field import ABOVE_ZERO, BELOW_ONE, NOT_NEGATIVE, flag
 
 
 @dataclass
@@ -37,12 +36,12 @@ class ExpertFields:
     moe_router_dtype: str | None = flag(
         None, "number format of the router's product and scores", choices=("fp32", "fp64")
     )
-    moe_router_load_balancing_type: str = flag(
-        "aux_loss",
-        "how tokens are spread over the experts",
+    moe_router_load_balancing_type: list[str] | None = flag(
+        None,
+        "how tokens are spread over the experts; several losses may be given; default aux_loss",
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
     )
-    moe_aux_loss_coeff: float = flag(0.0, "weight of the balancing loss")
+    moe_aux_loss_coeff: list[float] | None = flag(None, "weight of each of these losses; default 0", bound=NOT_NEGATIVE)
     moe_z_loss_coeff: float | None = flag(None, "weight of the loss on large router logits")
     moe_router_enable_expert_bias: bool = flag(
         False, "balance by a bias on the choice that follows the load, without a loss"
@@ -54,13 +53,11 @@ class ExpertFields:
     moe_expert_capacity_factor: float | None = flag(
         None, "most tokens of an expert, as a multiple of the mean; default: no token is dropped"
     )
-    moe_pad_expert_input_to_capacity: bool = flag(False, "fill each expert's input up to its capacity")
     moe_token_drop_policy: str = flag(
         "probs", "which tokens stay: of the highest weights, or the first", choices=("probs", "position")
     )
     moe_token_dispatcher_type: str = flag(
         "allgather", "how tokens reach their experts' ranks", choices=("allgather", "alltoall")
     )
-    moe_grouped_gemm: bool = flag(False, "changes nothing: experts' products are grouped where torch can")
     moe_per_layer_logging: bool = flag(False, "log the balance of each layer")
     moe_use_upcycling: bool = flag(False, "start the experts from a dense checkpoint's MLP")

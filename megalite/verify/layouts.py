@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
 
@@ -93,6 +93,20 @@ def variants(
             exchange = "p2p" if variant.tp == 4 else next(turns)  # with a head or two there is nothing to exchange
             exchange = "p2p" if variant.tp == 2 and cp == 4 and exchange == "a2a" else exchange
             yield replace(variant, cp=cp, exchange=exchange)
+
+
+def with_experts(layouts: Iterable[Variant]) -> Iterator[Variant]:
+    """Those that a model with eight experts can have, on each grid of up to four expert-parallel ranks by turns."""
+    turns: dict[int, Iterator[tuple[int, int | None]]] = {}
+    for variant in layouts:
+        if variant.tp > 1 and not variant.sequence_parallel:
+            continue
+        ranks = variant.tp * variant.dp * variant.cp
+        if ranks not in turns:
+            grids = [(ep, etp) for ep in (1, 2, 4) for etp in (1, 2) if ranks % (ep * etp) == 0]
+            turns[ranks] = cycle([*grids[1:], grids[0]])
+        ep, etp = next(turns[ranks])
+        yield replace(variant, ep=ep, etp=etp)
 
 
 def _variants(processes: int, recompute: tuple[str | None, ...], shardings: tuple[str, ...]) -> Iterator[Variant]:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from megalite.estimate.memory import estimate_memory, machine_memory
 from megalite.estimate.model import count_parameters
 from megalite.training.prepare import prepare_config
 from megalite.verify.configs import checked, for_proof
-from megalite.verify.layouts import Variant, variants
+from megalite.verify.layouts import Variant, variants, with_experts
 from megalite.verify.proof import Difference, Prover
 from megalite.verify.replace import replace_absent_files, replaced_note, unused_note, use_made_data
 from megalite.verify.small import for_matrix, shrink, small_layout
@@ -138,8 +139,9 @@ def layout_text(layout: LayoutConfig, processes: int | None = None) -> str:
     text = f"TP {tp}{sequence} x PP {pp}" + (f" x VPP {chunks}" if chunks > 1 else "")
     if processes is not None:
         text += f" x DP {processes // _least(layout)}"
-    cp = layout.context_parallel_size
-    return text if cp == 1 else f"{text} x CP {cp} {context_exchange(layout)}"
+    cp, ep, etp = layout.context_parallel_size, layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
+    text += f" x CP {cp} {context_exchange(layout)}" if cp > 1 else ""
+    return text + (f" x EP {ep}" if ep > 1 else "") + (f" x ETP {etp}" if etp is not None else "")
 
 
 def _from(asked: RunConfig, config: RunConfig) -> str:
@@ -160,8 +162,11 @@ def _least(layout: LayoutConfig) -> int:
 
 def _world(layout: LayoutConfig, *, least: int) -> int:
     """Processes for at least `least` data-parallel ranks, and two where eight processes allow."""
-    copies = 2 if 2 * _least(layout) <= 8 else 1
-    return max(copies, least) * _least(layout)
+    copies = max(least, 2 if 2 * _least(layout) <= 8 else 1)
+    ranks = layout.tensor_model_parallel_size * layout.context_parallel_size
+    tensor = layout.expert_tensor_parallel_size or layout.tensor_model_parallel_size
+    grid = layout.expert_model_parallel_size * tensor
+    return lcm(copies, lcm(ranks, grid) // ranks) * _least(layout)
 
 
 def _shrunk(config: RunConfig, size: Size, folder: Path) -> tuple[RunConfig, int]:
@@ -174,7 +179,7 @@ def _shrunk(config: RunConfig, size: Size, folder: Path) -> tuple[RunConfig, int
     if config.finetune.sft_data is None:
         use_made_data(config, 1)
     size.refuse_if_over(world, layout_text(layout, world), "Leave out --keep-layout")
-    given = checked(config, copies * _least(config.layout))
+    given = checked(config, _world(config.layout, least=copies))
     return shrink(given, copies, folder, None if size.keep_layout else layout), world
 
 
@@ -212,7 +217,8 @@ def prove_matrix(
         proof = for_proof(config, steps)
         notes = [*notes, *unused_note(config, proof), *replaced_note(config)]
         contexts = (1,) if proof.precision.fp8_recipe in FP8_BLOCKS else (1, 2, 4)  # blocks are longer than chunks
-        chosen = list(variants(size.processes, contexts=contexts))
+        layouts = variants(size.processes, contexts=contexts)
+        chosen = list(layouts if proof.model.num_experts is None else with_experts(layouts))
         count = max(variant.processes for variant in chosen)
         size.refuse_if_over(count, f"--matrix {size.processes}", "Give a smaller number")
         _announce(
@@ -226,7 +232,7 @@ def prove_matrix(
 
 def _prove_all(cases: list[tuple[Variant, RunConfig]], processes: int, steps: int, tolerance: float) -> list[Row]:
     rows = []
-    print(f"{'layout':44} {'loss':>9} {'norm':>9} {'gradients':>9}  verdict")
+    print(f"{'layout':60} {'loss':>9} {'norm':>9} {'gradients':>9}  verdict")
     with ProcessPool(processes, preload=_PRELOADED) as pool:
         prover = Prover(pool, steps)
         for variant, small in tqdm(cases, unit="layout", disable=None, leave=False, file=sys.stderr):
@@ -235,7 +241,7 @@ def _prove_all(cases: list[tuple[Variant, RunConfig]], processes: int, steps: in
             rows.append(row)
             largest = max(difference.parameters.values())
             verdict = "bitwise" if difference.bitwise else "equal" if row.equal else "NOT EQUAL"
-            line = f"{row.layout:44} {difference.loss:9.2g} {difference.norm:9.2g} {largest:9.2g}  {verdict}"
+            line = f"{row.layout:60} {difference.loss:9.2g} {difference.norm:9.2g} {largest:9.2g}  {verdict}"
             tqdm.write(line, file=sys.stdout)
     wrong = sum(not row.equal for row in rows)
     print(f"{len(rows)} layouts, {wrong} not equal within {tolerance:g}")

@@ -40,7 +40,7 @@ def small_layout(config: RunConfig) -> LayoutConfig:
 
     Tensor parallelism keeps two ranks, or four where ranks share one of several key/value heads; pipelines keep up to
     four stages, two where eight processes allow no more; virtual stages two chunks; context parallelism two ranks, or
-    four where they exchange heads and then keys.
+    four where they exchange heads and then keys; expert parallelism two.
     """
     layout, model = copy.deepcopy(config.layout), config.model
     groups = model.num_query_groups if model.group_query_attention else model.num_attention_heads or 1
@@ -49,6 +49,9 @@ def small_layout(config: RunConfig) -> LayoutConfig:
     layout.context_parallel_size = min(layout.context_parallel_size, 2)
     if context_exchange(layout) == "a2a+p2p":
         layout.context_parallel_size, layout.hierarchical_context_parallel_sizes = 4, [2, 2]
+    layout.expert_model_parallel_size = min(layout.expert_model_parallel_size, 2)
+    if layout.expert_tensor_parallel_size is not None:
+        layout.expert_tensor_parallel_size = min(layout.expert_tensor_parallel_size, 2)
     others = layout.tensor_model_parallel_size * layout.context_parallel_size * (2 if shards(config) else 1)
     stages = _STAGES if others * _STAGES <= _LAPTOP else 2
     chunks = min(virtual_stages(config), _CHUNKS)
@@ -71,6 +74,7 @@ def shrink(
     tp, pp = config.layout.tensor_model_parallel_size, config.layout.pipeline_model_parallel_size
     _small_heads(config, copied=given.layout.tensor_model_parallel_size > model.num_query_groups)
     _small_stages(config, given)
+    small_experts(config)
     cp, block = config.layout.context_parallel_size, FP8_BLOCKS.get(config.precision.fp8_recipe, 1)
     _small_batch(config, max(16 * tp * cp, 2 * cp * block if cp > 1 else 0), folder)
     _fit_blocks(config, tp)
@@ -109,6 +113,24 @@ def _small_latents(config: RunConfig) -> None:
         model.q_lora_rank = None if model.q_lora_rank is None else 20
         model.kv_lora_rank, model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim = 12, 6, 4, 5
         model.kv_channels = head_widths(model)[0]
+
+
+def small_experts(config: RunConfig) -> None:
+    """Eight experts, or twelve in four groups; of a pattern of layers the first layer without and the others with."""
+    model, layout = config.model, config.layout
+    if model.num_experts is None:
+        return
+    model.num_experts, model.moe_ffn_hidden_size = min(8, max(2, model.num_experts)), 16
+    if model.moe_router_num_groups is not None:
+        model.num_experts, model.moe_router_num_groups, model.moe_router_group_topk = 12, 4, 2
+        model.moe_router_topk = 4
+    ep = layout.expert_model_parallel_size
+    model.num_experts = -(-model.num_experts // ep) * ep
+    model.moe_router_topk = min(model.moe_router_topk, 4, model.num_experts)
+    if model.moe_shared_expert_intermediate_size is not None:
+        model.moe_shared_expert_intermediate_size = 24
+    if not model.moe_layer_freq.strip().isdigit():
+        model.moe_layer_freq = f"[0]+[1]*{model.num_layers - 1}"
 
 
 def _fit_blocks(config: RunConfig, tp: int) -> None:
@@ -224,6 +246,7 @@ def for_matrix(config: RunConfig, variant: Variant, folder: Path | None = None) 
     model.num_query_groups = 2 if model.group_query_attention else 1
     model.ffn_hidden_size, model.kv_channels = 96, 8
     _small_latents(config)
+    small_experts(config)
     _fit_blocks(config, variant.tp)
     _fit_edges(config)
     _small_batch(config, 16, folder)

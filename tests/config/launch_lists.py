@@ -67,13 +67,3 @@ MIXTRAL_8X7B = """
 --log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --save checkpoints --load checkpoints
 --tensorboard-dir checkpoints/tensorboard --no-load-optim --no-load-rng
 """
-
-
-def without_what_is_not_built(flags: str, line: str) -> str:
-    """`flags` without those that the last line of a refusal says to remove."""
-    words = " ".join(flags.split())
-    for flag in line.partition("remove these flags: ")[2].split(" --"):
-        shown = flag if flag.startswith("--") else f"--{flag}"
-        assert f"{shown} " in f"{words} ", shown
-        words = words.replace(shown, "", 1)
-    return words

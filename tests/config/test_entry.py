@@ -10,6 +10,7 @@ import pytest
 from megalite.config.entry import Loaders, read_config
 from megalite.config.errors import FlagError
 from megalite.config.fields import finetuning_sections
+from megalite.config.resolve import balancing
 from megalite.config.schema import CheckpointConfig, RunConfig
 from tests.config.launch_lists import (
     GPT3_175B,
@@ -18,7 +19,6 @@ from tests.config.launch_lists import (
     LLAMA3_8B_SHARDING,
     MIXTRAL_8X7B,
     SMALL,
-    without_what_is_not_built,
 )
 
 # Everything but the network.
@@ -115,9 +115,13 @@ def test_a_program_without_checkpoints_refuses_their_flags() -> None:
 
 
 def test_all_problems_come_in_one_message() -> None:
-    lines = refused(f"{SMALL} --bf16 --fp16 --num-attention-heads 3 --async-save", 2)
-    assert [line.split()[0] for line in lines] == ["--num-attention-heads", "--bf16", "--async-save:"]
-    assert lines[-1] == "--async-save: asynchronous save is not built yet"
+    *lines, last = refused(f"{SMALL} --bf16 --fp16 --num-attention-heads 3 --async-save", 2)
+    assert [line.split()[0].rstrip(":") for line in (*lines, last)] == [
+        "--num-attention-heads",
+        "--bf16",
+        "--async-save",
+    ]
+    assert last == "--async-save: asynchronous save is not built yet"
 
 
 def test_notes_say_what_was_ignored_and_what_does_nothing() -> None:
@@ -142,18 +146,12 @@ def test_megatrons_llama3_8b_list_is_taken_as_it_stands() -> None:
     assert precision.fp8_param_gather and precision.bf16
 
 
-def test_megatrons_mixtral_list_is_told_all_that_is_not_built_at_once_and_then_taken() -> None:
-    *lines, last = refused(MIXTRAL_8X7B, 8)
-    assert [line.split(" is not built yet")[0].split(":")[0] for line in lines] == [
-        "--num-experts 8",
-        "--expert-model-parallel-size 8",
-    ]
-    missing = "--num-experts 8 --expert-model-parallel-size 8"
-    assert last == f"to run a dense model, without experts, remove these flags: {missing}"
-    config, notes = read(without_what_is_not_built(MIXTRAL_8X7B, last), 8)
-    assert config.layout.pipeline_model_parallel_size == 4
+def test_megatrons_mixtral_list_is_taken_as_it_stands() -> None:
+    config, notes = read(MIXTRAL_8X7B, 32)
+    assert (config.layout.pipeline_model_parallel_size, config.layout.expert_model_parallel_size) == (4, 8)
     assert config.tokenizer.tokenizer_type == "SentencePieceTokenizer"
-    assert {note.split()[0] for note in notes} >= {"--moe-router-topk", "--moe-grouped-gemm", "--sequence-parallel"}
+    assert balancing(config.model) == {"aux_loss": 0.01}
+    assert {note.split()[0] for note in notes} >= {"--moe-grouped-gemm", "--sequence-parallel"}
 
 
 @pytest.mark.parametrize("program", ["pretrain_gpt.py", "finetune.py"])

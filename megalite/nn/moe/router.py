@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from megalite.config.resolve import balancing
 from megalite.distributed import random
 from megalite.distributed.collectives import all_reduce, start_all_gather
 from megalite.distributed.mesh import Group
@@ -55,7 +56,8 @@ class Router(ShardedModule):
         asked = {None: build.precision.compute, "fp32": build.precision.wide, "fp64": torch.float64}
         self.product = asked[config.moe_router_dtype]
         biased = config.moe_router_enable_expert_bias
-        of_load = config.moe_router_load_balancing_type == "global_aux_loss"
+        self.balancing = balancing(config)
+        of_load = "global_aux_loss" in self.balancing
         self.expert_bias = self.add_state("expert_bias", (self.experts,), ZEROS, build) if biased else None
         even = Init("constant", value=1.0 / self.experts)
         self.load = self.add_state("load", (self.experts,), even, build) if of_load else None
@@ -75,7 +77,7 @@ class Router(ShardedModule):
             return routing
         batch, auxiliary = x.shape[1], tokens.auxiliary
         probabilities = self._probabilities(logits)
-        balance, z = self._losses(logits, probabilities, routing, batch, parts)
+        balance, z = self._losses(logits, probabilities, batch, parts)
         if auxiliary.counting:
             self.figures.add(routing, probabilities, balance * batch, z * batch)
         loss = (balance + z) * (auxiliary.scale * batch)
@@ -95,7 +97,7 @@ class Router(ShardedModule):
     def _route(self, logits: Tensor, parts: list[Group], *, training: bool) -> Routing:
         """`logits` wide [n, experts]. `parts`: over which the tokens of a micro-batch are cut."""
         config = self.config
-        if config.moe_router_load_balancing_type == "sinkhorn":
+        if "sinkhorn" in self.balancing:
             everyone = logits.detach()
             for group in parts:
                 everyone = start_all_gather(everyone, group).wait()
@@ -125,30 +127,33 @@ class Router(ShardedModule):
         scores = logits.sigmoid()
         return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
-    def _losses(
-        self, logits: Tensor, probabilities: Tensor, routing: Routing, batch: int, parts: list[Group]
-    ) -> tuple[Tensor, Tensor]:
-        """This rank's part of the balancing loss and of the z-loss of a micro-batch, wide []."""
-        config, zero = self.config, logits.new_zeros(())
+    def _losses(self, logits: Tensor, probabilities: Tensor, batch: int, parts: list[Group]) -> tuple[Tensor, Tensor]:
+        """This rank's part of the balancing losses and of the z-loss of a micro-batch, wide []."""
         tokens = len(logits) * _size(parts)
-        z = zero
-        if config.moe_z_loss_coeff:  # Zoph et al. 2022
-            z = logits.logsumexp(dim=-1).square().sum() * (config.moe_z_loss_coeff / tokens)
-        kind, coefficient = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
-        if not coefficient or kind in ("none", "sinkhorn"):
-            return zero, z
-        if kind == "global_aux_loss":
-            assert self.load is not None
-            return (probabilities.sum(0) * self.load).sum() * (coefficient * self.experts / tokens), z
-        sequences = batch if kind == "seq_aux_loss" else 1
+        balance = z = logits.new_zeros(())
+        if self.config.moe_z_loss_coeff:  # Zoph et al. 2022
+            z = logits.logsumexp(dim=-1).square().sum() * (self.config.moe_z_loss_coeff / tokens)
+        for kind, coefficient in self.balancing.items():
+            if not coefficient:
+                continue
+            if kind == "global_aux_loss":
+                assert self.load is not None
+                part = (probabilities.sum(0) * self.load).sum() / tokens
+            else:
+                part = self._switch_loss(probabilities, batch if kind == "seq_aux_loss" else 1, parts)
+            balance = balance + part * (coefficient * self.experts)
+        return balance, z
+
+    def _switch_loss(self, probabilities: Tensor, sequences: int, parts: list[Group]) -> Tensor:
+        """This rank's part of the mean over `sequences` of the sum over experts of its share of choices times its mean
+        probability (Fedus et al. 2021)."""
         best = probabilities.detach().topk(self.topk, dim=-1).indices  # without bias or groups, as in Megatron-LM
         chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(1, best, True)
         counts = _of_sequences(chosen.to(probabilities.dtype), sequences)
         for group in parts:
             all_reduce(counts, group)
-        each = tokens // sequences
-        scale = coefficient * self.experts / (self.topk * each**2 * sequences)
-        return (_of_sequences(probabilities, sequences) * counts).sum() * scale, z
+        tokens = len(probabilities) * _size(parts) // sequences
+        return (_of_sequences(probabilities, sequences) * counts).sum() / (self.topk * tokens**2 * sequences)
 
     def _capacity(self, tokens: int, parts: list[Group]) -> int:
         """Most tokens of an expert in a micro-batch."""

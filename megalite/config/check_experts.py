@@ -1,0 +1,101 @@
+"""Combinations of flags that can't work: mixtures of experts and expert parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.fields import all_fields, needs
+from megalite.config.resolve import balancing, data_parallel_size, expert_layers, ffn_width
+from megalite.config.schema import RunConfig
+
+_LAYOUT = ("layout.expert_model_parallel_size", "layout.expert_tensor_parallel_size")
+_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+def expert_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Problems of mixtures of experts. `config`: given or resolved."""
+    model, wanted = config.model, config.model.num_experts is not None
+    others = [path for path in all_fields() if path.startswith("model.moe_")]
+    if model.moe_ffn_hidden_size == model.ffn_hidden_size:
+        others.remove("model.moe_ffn_hidden_size")  # its default
+    yield from needs(config, wanted, "--num-experts", *others, *_LAYOUT)
+    if not wanted:
+        return
+    flag = f"--num-experts {model.num_experts}"
+    if model.add_bias_linear:
+        yield f"{flag} needs --disable-bias-linear: experts have no biases"
+    if config.precision.fp8_format is not None:
+        yield f"--fp8-format {config.precision.fp8_format} can't be used with {flag}: use --bf16"
+    if config.layout.tensor_model_parallel_size > 1 and not config.layout.sequence_parallel:
+        yield f"{flag} with --tensor-model-parallel-size above 1 needs --sequence-parallel"
+    if model.num_layers is not None:
+        try:
+            expert_layers(model)
+        except ValueError as error:
+            yield f"--moe-layer-freq: {error}"
+    yield from _router_problems(config)
+    yield from _balancing_problems(config)
+    yield from _grid_problems(config, world_size)
+
+
+def _router_problems(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    experts, topk, sigmoid = model.num_experts or 0, model.moe_router_topk, model.moe_router_score_function == "sigmoid"
+    if topk > experts:
+        yield f"--moe-router-topk {topk} is above --num-experts {experts}"
+    if topk == 1 and not sigmoid and not model.moe_router_pre_softmax and "sinkhorn" not in balancing(model):
+        yield (
+            "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over the chosen expert alone is always 1, "
+            "so the router would learn nothing"
+        )
+    if model.moe_router_enable_expert_bias and not sigmoid:
+        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    if (groups is None) != (chosen is None):
+        yield "--moe-router-num-groups and --moe-router-group-topk need each other: give both or neither"
+    elif groups is not None and chosen is not None:
+        if experts % groups:
+            yield f"--moe-router-num-groups {groups} does not divide --num-experts {experts}"
+        elif chosen > groups or topk % chosen or topk // chosen > experts // groups:
+            yield (
+                f"--moe-router-group-topk {chosen} must be at most --moe-router-num-groups {groups}, divide "
+                f"--moe-router-topk {topk}, and leave each group at most its {experts // groups} experts"
+            )
+    if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
+        yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"
+
+
+def _balancing_problems(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    kinds, weights = model.moe_router_load_balancing_type or ["aux_loss"], model.moe_aux_loss_coeff
+    shown = f"--moe-router-load-balancing-type {' '.join(kinds)}"
+    if len(set(kinds)) < len(kinds) or (len(kinds) > 1 and not set(kinds) <= set(_LOSSES)):
+        yield f"{shown}: several must be different losses of {', '.join(_LOSSES)}"
+    if weights is None:
+        return
+    given = f"--moe-aux-loss-coeff {' '.join(map(str, weights))}"
+    if len(weights) != len(kinds):
+        yield f"{given} must be as many numbers as {shown} has losses: {len(kinds)}"
+    elif any(weights) and not set(kinds) <= set(_LOSSES):
+        yield f"{given} can't be used with {shown}, which has no loss"
+
+
+def _grid_problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    layout, model = config.layout, config.model
+    ep, tp = layout.expert_model_parallel_size, layout.tensor_model_parallel_size
+    etp = layout.expert_tensor_parallel_size or tp
+    tensor = f"--expert-tensor-parallel-size {etp}" + ("" if layout.expert_tensor_parallel_size else " (its default)")
+    if (model.num_experts or 0) % ep:
+        yield f"--expert-model-parallel-size {ep} does not divide --num-experts {model.num_experts}"
+    width = model.moe_ffn_hidden_size or ffn_width(model)
+    if width is not None and width % etp:
+        yield f"{tensor} does not divide --moe-ffn-hidden-size {width}"
+    shared = model.moe_shared_expert_intermediate_size
+    if shared is not None and shared % tp:
+        yield f"--tensor-model-parallel-size {tp} does not divide --moe-shared-expert-intermediate-size {shared}"
+    ranks = data_parallel_size(layout, world_size) * layout.context_parallel_size * tp
+    if ranks % (ep * etp):
+        yield (
+            f"--expert-model-parallel-size {ep} x {tensor} = {ep * etp} does not divide the {ranks} ranks "
+            "(TP x CP x DP) of a pipeline stage"
+        )
