@@ -16,6 +16,7 @@ from megalite.checkpoint.huggingface.weights import EMBEDDING
 from megalite.checkpoint.metadata import TensorInfo, read_index
 from megalite.checkpoint.planner import STATE_PREFIX
 from megalite.checkpoint.storage import CheckpointDirectory
+from megalite.config.resolve import head_widths
 from megalite.config.schema import ROTARY, ModelConfig
 from megalite.precision.policy import Precision
 
@@ -91,6 +92,10 @@ def _optimizer_state(tensors: dict[str, TensorInfo]) -> dict[str, dict[str, int]
 def network_line(model: ModelConfig, rows: int | None, *, output: bool = True) -> str:
     """A network in a line. `rows`: of its embedding, where it has one here. `output`: over the vocabulary."""
     groups = f" in {model.num_query_groups} groups" if model.group_query_attention else ""
+    heads = f"{model.num_attention_heads} heads of {model.kv_channels}{groups}"
+    if model.multi_latent_attention:
+        queries, values = head_widths(model)
+        heads = f"{model.num_attention_heads} heads of {queries} and {values} from {model.kv_lora_rank} latent"
     kinds = {"SwiGLU": model.swiglu, "squared ReLU": model.squared_relu, "tanh GELU": model.openai_gelu, "GELU": True}
     positions = {"learned_absolute": "learned positions"}.get(model.position_embedding_type, "no positions")
     if model.position_embedding_type in ROTARY:
@@ -99,12 +104,13 @@ def network_line(model: ModelConfig, rows: int | None, *, output: bool = True) -
     parts = [
         f"{model.num_layers} layers",
         f"hidden {model.hidden_size}",
-        f"{model.num_attention_heads} heads of {model.kv_channels}{groups}",
+        heads,
         f"inner {model.ffn_hidden_size} {next(kind for kind, it_is in kinds.items() if it_is)}",
         model.normalization,
         positions,
         f"up to {model.max_position_embeddings} positions" if model.max_position_embeddings else "",
         f"window {model.window_size}" if model.window_size else "",
+        f"{model.mtp_num_layers} further tokens" if model.mtp_num_layers else "",
         f"vocabulary {rows}" if rows else "",
         "" if not output else "untied output" if model.untie_embeddings_and_output_weights else "tied output",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalite.config.check_precision import FP8_BLOCKS
 from megalite.config.fields import given, needs
 from megalite.config.resolve import head_widths
 from megalite.config.schema import RunConfig
@@ -33,8 +34,12 @@ def latent_problems(config: RunConfig) -> Iterator[str]:
     groups = () if model.num_query_groups == model.num_attention_heads else _OF_GROUPS[1:2]
     for shown in given(config, _OF_GROUPS[0], *groups, _OF_GROUPS[2]):
         yield f"{shown} can't be used with {flag}, where every head has keys of its own without a bias: leave it out"
-    if config.precision.fp8_format is not None:
-        yield f"--fp8-format {config.precision.fp8_format} can't be used with {flag}: use --bf16"
+    recipe = config.precision.fp8_recipe
+    if config.precision.fp8_format is not None and recipe in FP8_BLOCKS:
+        yield (
+            f"--fp8-recipe {recipe} can't be used with {flag}, whose ranks would cut its blocks: use tensorwise or "
+            "delayed"
+        )
     if config.peft.peft == "prefix":
         yield f"--peft prefix can't be used with {flag}, which makes keys from latent vectors: use lora or prompt"
 

@@ -76,7 +76,7 @@ class PeftConfig:
     lora_alpha: float = flag(32, "the product of the two matrices is multiplied by this / rank", bound=ABOVE_ZERO)
     lora_dropout: float = flag(0.0, "dropout on the input of the added matrices", bound=BELOW_ONE)
     lora_target_modules: list[str] | None = flag(
-        None, "linear layers that get LoRA matrices, or all-linear; default q_proj,k_proj,v_proj,o_proj"
+        None, "linear layers that get LoRA matrices, or all-linear; default: those of attention"
     )
     use_rslora: bool = flag(False, "multiply by alpha / sqrt(rank) instead of alpha / rank")
     num_virtual_tokens: int = flag(20, "length of the prefix or prompt")

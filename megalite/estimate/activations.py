@@ -93,7 +93,7 @@ class _Layer:
             normed = "layernorm" in (config.training.recompute_modules or ())  # kept as they are, to be computed again
             inputs -= 0.0 if normed else in_fp8 * (norms - norms / compute)
             mlp -= in_fp8 * (compute - 1) * model.ffn_hidden_size / tp
-            attention += in_fp8 * heads * model.kv_channels / compute
+            attention += in_fp8 * heads * head_widths(model)[1] / compute
         masks = 2 * between if model.hidden_dropout else 0.0
         modules = _recomputed_modules(config)
         again = {"core_attn": weights, "mlp": mlp, "layernorm": inputs}

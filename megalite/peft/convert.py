@@ -245,6 +245,8 @@ def _check_head(adapter: Adapter, model: ModelConfig, classes: int | None) -> No
 def _virtual_from_peft(adapter: Adapter, model: ModelConfig) -> Values:
     vectors = adapter.embeddings()
     assert model.num_layers is not None and model.kv_channels is not None and model.hidden_size is not None
+    if adapter.kind == "prefix" and model.multi_latent_attention:
+        _refuse(adapter, ["keys and values themselves, where the model makes them from latent vectors"])
     groups, width, count = model.num_query_groups, model.kv_channels, vectors.shape[0]
     wanted = model.hidden_size if adapter.kind == "prompt" else model.num_layers * 2 * groups * width
     if vectors.shape[1] != wanted:

@@ -11,7 +11,7 @@ from megalite.checkpoint.storage import CheckpointDirectory
 from megalite.config.schema import PrecisionConfig
 from tests.checkpoint import logical
 from tests.checkpoint.test_rewrite import saved
-from tests.helpers import LLAMA, tiny_config
+from tests.helpers import LATENT, LLAMA, tiny_config
 from tests.inference.checkpoints import save_tiny
 
 
@@ -62,6 +62,8 @@ def test_people_read_each_parameter_in_the_order_of_the_layers(tmp_path: Path) -
 
 
 def test_a_network_in_a_line() -> None:
+    latent = network_line(tiny_config(**LATENT, mtp_num_layers=2), 131)
+    assert "4 heads of 10 and 5 from 12 latent" in latent and "2 further tokens" in latent
     assert network_line(tiny_config(**LLAMA, window_size="9,0"), 131) == (
         "2 layers, hidden 32, 4 heads of 8 in 2 groups, inner 48 SwiGLU, RMSNorm, rotary base 10000, up to 64 "
         "positions, window 9,0, vocabulary 131, untied output"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.huggingface.config import parse_config
 from megalite.config.errors import UserError
 from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.mesh import single_process_mesh
@@ -17,6 +20,7 @@ from megalite.inference.generate import GenerationCache, PaddedBatch, stream
 from megalite.inference.options import GenerationOptions
 from megalite.models.gpt import GPTStage, plain_tokens
 from megalite.peft.apply import apply_peft
+from tests.checkpoint.huggingface.folders import CASES, model_of
 from tests.helpers import BF16, FP32, FP64, LATENT, LLAMA, VOCABULARY, tiny_model
 from tests.inference.checkpoints import generate
 from tests.models import hf_models
@@ -100,9 +104,15 @@ def test_a_batch_of_unequal_prompts_equals_each_alone(network: dict[str, Any], k
             tokens.append((step, 7, 11 * step, 0)[row])
 
 
-@pytest.mark.parametrize("network", [{}, LLAMA, {**LLAMA, "window_size": "3,0"}], ids=["gpt", "llama", "window"])
-@pytest.mark.parametrize("kind", ["lora", "prefix", "prompt"])
-def test_an_adapter_s_part_in_generation_is_its_part_in_training(kind: str, network: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("network", "kind"),
+    [
+        *itertools.product([{}, LLAMA, {**LLAMA, "window_size": "3,0"}], ["lora", "prefix", "prompt"]),
+        *itertools.product([LATENT], ["lora", "prompt"]),
+    ],
+    ids=str,
+)
+def test_an_adapter_s_part_in_generation_is_its_part_in_training(network: dict[str, Any], kind: str) -> None:
     model = build(**network)
     targets = {"lora_target_modules": ["all-linear"]} if kind == "lora" else {"num_virtual_tokens": 3}
     apply_peft([model], PeftConfig(peft=kind, **targets), mesh=single_process_mesh(), precision=FP64, seed=1)
@@ -226,6 +236,18 @@ def test_longrope_generates_what_transformers_does_on_either_side_of_the_origina
     greedy = GenerationOptions(max_new_tokens=new)
     # Beside another prompt, so that it is padded.
     assert generate(ours, [prompt, PROMPTS[2] if length > 8 else [9]], greedy)[0] == ids[0, length:].tolist()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("deepseek")])
+def test_a_cache_of_latents_gives_the_text_of_transformers(case: str) -> None:
+    theirs = model_of(case)
+    network = asdict(parse_config(theirs.config.to_dict(), "config.json").model)
+    ours = tiny_model(single_process_mesh(), FP32, **network)
+    hf_models.fill(ours, hf_models.values(theirs, ours))
+    tokens = torch.tensor([PROMPTS[2]])
+    how = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "eos_token_id": None}
+    ids = theirs.generate(tokens, max_new_tokens=NEW, **how)  # type: ignore[operator]
+    assert generate(ours, [PROMPTS[2], PROMPTS[1]], GREEDY)[0] == ids[0, tokens.shape[1] :].tolist()
 
 
 def test_scaling_by_length_refuses_texts_whose_cached_keys_would_have_to_turn() -> None:

@@ -66,6 +66,14 @@ def test_ranks_that_have_copies_of_a_key_and_value_equal_one_process(pool: Proce
     assert _worst(pool, config, variant) <= TOLERANCE
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_layers_that_every_rank_has_whole_equal_one_process(pool: ProcessPool, sequence_parallel: bool) -> None:
+    """Of multi-latent attention: with sequence parallelism each rank's input is a part, and so is its scale's amax."""
+    variant = Variant(tp=2, sequence_parallel=sequence_parallel)
+    fp8 = PrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise")
+    assert _worst(pool, network(variant, latent=True, ahead=1, precision=fp8), variant) <= TOLERANCE
+
+
 def test_a_delayed_scale_follows_the_largest_amax_of_all_ranks_in_its_history(pool: ProcessPool) -> None:
     variant = Variant(tp=2, dp=2, sharding="optim_grads")
     config = _network(variant, "delayed", fp8_amax_history_len=3, fp8_amax_compute_algo="max", fp8_margin=1)

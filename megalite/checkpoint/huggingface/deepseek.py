@@ -55,7 +55,7 @@ def differences(*, dense_layers: int, chooses_pairs: bool) -> Differences:
     def read(fields: Fields, shared: dict[str, Any]) -> dict[str, Any]:
         _read_experts(fields, shared["num_layers"], dense_layers)
         fields.choose("attention_bias", (False,), False)
-        fields.drop(*_AHEAD)
+        fields.drop("auto_map", *_AHEAD)  # its own code is that of transformers by now
         result = read_same(fields, _SAME)
         result["q_lora_rank"] = fields.take("q_lora_rank", int, 1536, nullable=True)
         pairs = fields.take("rope_interleave", bool, True) if chooses_pairs else True

@@ -23,7 +23,7 @@ from megalite.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.models.whole import build_whole, outputs
 from tests.checkpoint.huggingface.folders import LLAMA3
-from tests.helpers import LLAMA, VOCABULARY, tiny_config
+from tests.helpers import LATENT, LLAMA, VOCABULARY, tiny_config
 from tests.models import hf_models
 
 EVERY: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published_configs.json").read_text())
@@ -288,6 +288,8 @@ def test_windows(values: dict[str, Any], window: str | None) -> None:
         ({**LLAMA, "add_qkv_bias": True}, "qwen2"),
         ({**LLAMA, "qk_layernorm": True}, "qwen3"),
         ({**LLAMA, "rotary_interleaved": True, "rotary_percent": 0.5}, "glm"),
+        ({**LATENT, "norm_epsilon": 1e-6}, "deepseek_v3"),
+        ({**LATENT, "norm_epsilon": 1e-6, "rotary_interleaved": True, "q_lora_rank": None}, "deepseek_v3"),
     ],
 )
 def test_a_network_becomes_the_architecture_that_has_it(overrides: dict[str, Any], kind: str) -> None:
@@ -310,12 +312,40 @@ def test_a_network_becomes_the_architecture_that_has_it(overrides: dict[str, Any
             {**LLAMA, "add_qkv_bias": True, "rotary_percent": 0.5, "kv_channels": 8},
             "glm, can't express no --rotary-interleaved",
         ),
+        ({**LATENT, "norm_epsilon": 1e-5}, "can't express"),
     ],
 )
 def test_a_network_that_no_architecture_has_is_refused_by_its_flags(overrides: dict[str, Any], flags: str) -> None:
     with pytest.raises(CheckpointError) as raised:
         describe_network(tiny_config(**overrides), 131)
     assert flags in str(raised.value)
+
+
+DEEPSEEK = {
+    **{"model_type": "deepseek_v3", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 2},
+    **{"kv_lora_rank": 12, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
+    **{"auto_map": {}, "num_nextn_predict_layers": 1, "topk_method": "noaux_tc", "n_routed_experts": 8},
+}
+"""With fields of the published file that mean nothing where no layer has experts."""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first_k_dense_replace": 1}, "first_k_dense_replace 1 is not supported: routed experts aren't"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads 2 is not supported: every head has keys of its own"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 is not supported: only 1e-06, as the latent vectors' norms have"),
+        ({"attention_bias": True}, "attention_bias True is not supported"),
+        ({"qk_head_dim": 12}, "qk_head_dim 12 is not supported: supported: 10"),
+    ],
+)
+def test_what_is_not_understood_of_a_deepseek_is_refused(change: dict[str, Any], message: str) -> None:
+    assert network(DEEPSEEK).multi_latent_attention
+    assert network({**DEEPSEEK, "n_routed_experts": None, "first_k_dense_replace": 0}) == network(DEEPSEEK)
+    with pytest.raises(CheckpointError) as raised:
+        network({**DEEPSEEK, **change})
+    assert message in str(raised.value)
 
 
 def test_the_original_file_is_kept_only_for_the_same_network() -> None:
