@@ -100,6 +100,9 @@ class LogLines(Sink):
         self.records.append(record)
         if self.first or record.iteration % self.config.logging.log_interval == 0:
             print(f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(self._parts()) + " |", flush=True)
+            if record.moe and self.config.model.moe_per_layer_logging:
+                for layer, values in _by_layer(record.moe).items():
+                    print(f" layer {layer}: " + " | ".join(_load_words(values)), flush=True)
             if record.largest_grad_norms:
                 norms = " | ".join(f"{name}: {norm:.4f}" for name, norm in record.largest_grad_norms.items())
                 print(f" largest gradient norms | {norms} |", flush=True)
@@ -123,6 +126,8 @@ class LogLines(Sink):
             yield f"mtp_{depth} loss: {sum(values) / len(values):.6E}"
         yield f"loss scale: {last.loss_scale}"
         yield f"grad norm: {last.grad_norm:.3f}"
+        if last.moe:
+            yield from _load_words(_mean_load(last.moe))
         if last.num_zeros is not None:
             yield f"num zeros: {last.num_zeros}"
         if last.params_norm is not None:
@@ -139,6 +144,30 @@ class LogLines(Sink):
         values += [f"{score.replace('_', ' ')}: {value:.4f}" for score, value in record.scores.items()]
         line = f" {name} loss at iteration {record.iteration} | {' | '.join(values)} | "
         print("-" * len(line), line, "-" * len(line), sep="\n", flush=True)
+
+
+def _by_layer(load: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """`layer/name` by layer, then by name."""
+    layers: dict[str, dict[str, float]] = {}
+    for key, value in load.items():
+        layer, name = key.split("/")
+        layers.setdefault(layer, {})[name] = value
+    return layers
+
+
+def _mean_load(load: Mapping[str, float]) -> dict[str, float]:
+    """Means over the layers, by name."""
+    layers = list(_by_layer(load).values())
+    return {name: sum(values[name] for values in layers) / len(layers) for name in layers[0]}
+
+
+def _load_words(values: Mapping[str, float]) -> Iterator[str]:
+    yield f"load balancing loss: {values['balance_loss']:.6E}"
+    if values["z_loss"]:
+        yield f"z loss: {values['z_loss']:.6E}"
+    yield f"tokens per expert, max over mean: {values['max_over_mean']:.2f}"
+    if values["dropped"]:
+        yield f"dropped: {values['dropped']:.2%}"
 
 
 def _for_json(value: Any) -> Any:

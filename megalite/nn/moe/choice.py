@@ -10,6 +10,8 @@ from megalite.distributed.collectives import start_all_gather
 from megalite.distributed.mesh import Group
 from megalite.nn.moe.routing import Routing
 
+_MOST_ROUNDS = 1000
+
 
 def limited_to_groups(scores: Tensor, topk: int, groups: int, group_topk: int) -> Tensor:
     """`scores` [n, experts] of the experts in each token's `group_topk` best of `groups` groups, -inf of the others. A
@@ -22,14 +24,16 @@ def limited_to_groups(scores: Tensor, topk: int, groups: int, group_topk: int) -
 
 def sinkhorn(logits: Tensor, mine: Tensor, tolerance: float = 1e-4) -> Tensor:
     """Scores of `mine`, some rows of `logits` [n, experts], after rows and columns of all of exp(logits) are scaled to
-    equal sums (Clark et al. 2022)."""
+    equal sums (Clark et al. 2022), or nearly so after many rounds."""
     costs = logits.exp()
     tokens, experts = costs.shape
-    columns, change = costs.new_ones(experts), float("inf")
-    while change > tolerance:
+    columns = costs.new_ones(experts)
+    for _ in range(_MOST_ROUNDS):
         rows = 1.0 / (tokens * ((costs * columns).sum(1) + 1e-8))
         new = 1.0 / (experts * ((rows[:, None] * costs).sum(0) + 1e-8))
         change, columns = (new - columns).abs().mean().item(), new
+        if change <= tolerance:
+            break
     ours = mine.exp()
     return ours * columns / (tokens * ((ours * columns).sum(1, keepdim=True) + 1e-8))
 

@@ -36,7 +36,7 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (order,), (rows, copies) = ctx.saved_tensors, ctx.shape
-        return _put(grads[0], order, rows * copies).view(rows, copies, -1).sum(dim=1), None, None
+        return _put(grads[0], order, rows * copies).view(rows, copies, grads[0].shape[1]).sum(dim=1), None, None
 
 
 class _Place(torch.autograd.Function):
@@ -68,7 +68,7 @@ def place(x: Tensor, order: Tensor, rows: int) -> Tensor:
 
 def _weighted_sum(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Sum of results times weights: `rows` [m, h] are of the copies `order` of tokens with `weights` wide [n, k]."""
-    copies = place(rows, order, weights.numel()).view(*weights.shape, -1)
+    copies = place(rows, order, weights.numel()).view(*weights.shape, rows.shape[1])
     return (copies * weights[..., None]).sum(dim=1)
 
 
