@@ -128,7 +128,7 @@ class GPTExecutor:
         self._training = dropout_key is not None
         self._dropout_key = None if dropout_key is None else self.mesh.upload(dropout_key)
         self._scale, self._sample_scale = scale, sample_scale
-        self._ahead_scales = self._ahead_scales if ahead_scales is None else ahead_scales
+        self._ahead_scales = torch.ones(self.objective.depths) if ahead_scales is None else ahead_scales
         self._kept.clear()
         self.loss_sum.zero_()
         self.ahead_sums.zero_()

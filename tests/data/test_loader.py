@@ -47,7 +47,7 @@ def loader(dataset: SampleSource, **changes: Any) -> MicrobatchIterator:
 
 def test_a_microbatch_holds_the_samples_and_their_numbers() -> None:
     dataset = mock(10, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True)
-    with loader(dataset, start_sample=8, dp_rank=1, dp_size=2) as batches:
+    with loader(dataset, start_sample=8, dp_rank=1, dp_size=2, ahead=3) as batches:
         batch = next(batches)
     assert batch.sample_ids.tolist() == [10, 11]
     assert batch.document_ids is not None
@@ -61,7 +61,11 @@ def test_a_microbatch_holds_the_samples_and_their_numbers() -> None:
         "position_ids": torch.int64,
         "sample_ids": torch.int64,
         "document_ids": torch.int32,
+        "ahead_tokens": torch.int64,
+        "ahead_labels": torch.int64,
+        "ahead_mask": torch.bool,
     }
+    assert batch.ahead_mask is not None and batch.ahead_mask.shape == (2, 3, 16)
     assert torch.equal(batch.map(torch.logical_not).tokens, batch.tokens == 0)
 
 

@@ -17,6 +17,7 @@ from megalite.distributed.collectives import (
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
+    sum_gradients,
     sum_over_ranks,
 )
 from megalite.distributed.layout import Layout
@@ -52,11 +53,31 @@ def test_alone_each_collective_is_the_identity() -> None:
     assert all_reduce(x, ALONE) is x
     assert reduce_from_group(x, ALONE) is x
     assert reduce_from_group(x, ALONE, sequence_parallel=True) is x
+    assert sum_gradients(x, ALONE) is x
     for start in (start_all_reduce, start_all_gather, start_reduce_scatter):
         assert start(x, ALONE).wait() is x
     assert all_gather_objects("a", ALONE) == ["a"]
     assert broadcast_object("a", ALONE) == "a"
     barrier(ALONE)
+
+
+def _uses(mesh: Mesh) -> tuple[Tensor, Tensor, Tensor]:
+    """What all have alike: as it is used here, the gradient of that use, and the gradient that comes of it."""
+    x = torch.arange(6.0).view(2, 3).t().requires_grad_()
+    y = sum_gradients(x, mesh.tp)
+    cotangent = torch.randn(3, 2, generator=torch.Generator().manual_seed(mesh.rank))
+    kept = cotangent.clone()
+    y.backward(cotangent)
+    assert torch.equal(cotangent, kept), "the incoming gradient was changed in place"
+    assert x.grad is not None
+    return y.detach(), cotangent, x.grad
+
+
+def test_what_each_uses_in_part_gets_the_sum_of_the_gradients(pool: ProcessPool) -> None:
+    results = pool.run(_uses, 4, layout=LAYOUT)
+    for rank, (value, _, gradient) in enumerate(results):
+        assert torch.equal(value, torch.arange(6.0).view(2, 3).t())
+        assert torch.equal(gradient, sum(results[other][1] for other in LAYOUT.group_of(rank, "tp")))
 
 
 def _reductions(mesh: Mesh) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:

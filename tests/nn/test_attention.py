@@ -82,11 +82,18 @@ def test_every_kernel_sums_over_just_the_visible_keys_in_values_and_gradients(
         assert (mine - truth).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("backend", [UNFUSED, SDPA], ids=["unfused", "sdpa"])
-def test_values_may_be_wider_or_narrower_than_queries_and_keys(backend: AttentionBackend) -> None:
+@pytest.mark.parametrize("backend", [UNFUSED, SDPA, FLASH_CPU], ids=["unfused", "sdpa", "flash"])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
+def test_values_may_be_wider_or_narrower_than_queries_and_keys(
+    backend: AttentionBackend, documents: Tensor | None
+) -> None:
     for width in (4, 16):
         leaves = heads(2, value_width=width)
-        assert (attend(backend, leaves, sequence()) - by_hand(leaves)).abs().max() < 1e-12
+        ours, truth = attend(backend, leaves, sequence(documents)), by_hand(leaves, documents=documents)
+        assert (ours - truth).abs().max() < 1e-12
+        weights = torch.randn_like(truth)
+        found, expected = (torch.autograd.grad((out * weights).sum(), leaves) for out in (ours, truth))
+        assert max((a - b).abs().max() for a, b in zip(found, expected, strict=True)) < 1e-12
 
 
 @pytest.mark.parametrize("backend", [UNFUSED, SDPA, FLASH_CPU], ids=["unfused", "sdpa", "flash"])

@@ -202,7 +202,8 @@ def test_a_planted_fault_is_found(pool: ProcessPool, variant: Variant, tracer: C
 FLAGS = (
     f"{MICRO} --disable-bias-linear --num-experts 4 --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss global_aux_loss "
-    "--moe-aux-loss-coeff 0.1 0.1 --moe-per-layer-logging --moe-expert-capacity-factor 1.5 --global-batch-size 8 --train-iters 6 "
+    "--moe-aux-loss-coeff 0.1 0.1 --moe-per-layer-logging --moe-expert-capacity-factor 1.5 "
+    "--global-batch-size 8 --train-iters 6 "
 )
 EP4 = "--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall --use-distributed-optimizer"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
