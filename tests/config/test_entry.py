@@ -116,7 +116,7 @@ def test_a_program_without_checkpoints_refuses_their_flags() -> None:
 
 def test_all_problems_come_in_one_message() -> None:
     *lines, last = refused(f"{SMALL} --bf16 --fp16 --num-attention-heads 3 --async-save", 2)
-    assert [line.split()[0] for line in lines] == ["--num-attention-heads", "--bf16"]
+    assert [line.split()[0] for line in lines] == ["--num-attention-heads", "--bf16", "--async-save"]
     assert last == "--async-save: asynchronous save is not built yet"
 
 
