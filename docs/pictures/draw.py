@@ -92,6 +92,33 @@ def zigzag() -> None:
     figure.savefig(FOLDER / "zigzag.png", dpi=110, bbox_inches="tight")
 
 
+def grids() -> None:
+    """The ranks of one pipeline stage as attention sees them, and as the experts do."""
+    figure = Figure(figsize=(9.5, 2.9))
+    dense, experts = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
+    for rank in range(8):
+        data, tensor = divmod(rank, 2)
+        copy, expert = divmod(rank, 4)
+        for ax, column, row, color, text in (
+            (dense, data, tensor, RANKS[tensor], f"rank {rank}\nhalf {tensor} of each matrix"),
+            (experts, expert, copy, RANKS[expert], f"rank {rank}\nexperts {2 * expert}, {2 * expert + 1}"),
+        ):
+            ax.add_patch(Rectangle((column, 1 - row), 1, 1, facecolor=color, edgecolor="white", linewidth=2))
+            ax.text(column + 0.5, 1.5 - row, text, ha="center", va="center", fontsize=7.5)
+    for ax, title, across, down in (
+        (dense, "attention: TP 2 x DP 4", "data-parallel copies", "tensor parallel"),
+        (experts, "8 experts: EP 4 x ETP 1, 2 copies", "expert parallel", "expert-data copies"),
+    ):
+        ax.set_title(title, fontsize=10)
+        ax.text(2, -0.25, across, ha="center", fontsize=8.5)
+        ax.text(-0.15, 1, down, va="center", ha="center", rotation=90, fontsize=8.5)
+        ax.set_xlim(-0.3, 4.05)
+        ax.set_ylim(-0.4, 2.05)
+        ax.set_axis_off()
+    figure.savefig(FOLDER / "expert_grid.png", dpi=110, bbox_inches="tight")
+
+
 if __name__ == "__main__":
     casts()
     zigzag()
+    grids()
