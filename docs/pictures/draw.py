@@ -100,13 +100,13 @@ def grids() -> None:
         data, tensor = divmod(rank, 2)
         copy, expert = divmod(rank, 4)
         for ax, column, row, color, text in (
-            (dense, data, tensor, RANKS[tensor], f"rank {rank}\nhalf {tensor} of each matrix"),
+            (dense, data, tensor, RANKS[tensor], f"rank {rank}\nhalf {tensor}"),
             (experts, expert, copy, RANKS[expert], f"rank {rank}\nexperts {2 * expert}, {2 * expert + 1}"),
         ):
             ax.add_patch(Rectangle((column, 1 - row), 1, 1, facecolor=color, edgecolor="white", linewidth=2))
             ax.text(column + 0.5, 1.5 - row, text, ha="center", va="center", fontsize=7.5)
     for ax, title, across, down in (
-        (dense, "attention: TP 2 x DP 4", "data-parallel copies", "tensor parallel"),
+        (dense, "attention: TP 2 x DP 4, halves of matrices", "data-parallel copies", "tensor parallel"),
         (experts, "8 experts: EP 4 x ETP 1, 2 copies", "expert parallel", "expert-data copies"),
     ):
         ax.set_title(title, fontsize=10)
