@@ -16,8 +16,6 @@ def expert_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """Problems of mixtures of experts. `config`: given or resolved."""
     model, wanted = config.model, config.model.num_experts is not None
     others = [path for path in all_fields() if path.startswith("model.moe_")]
-    if model.moe_ffn_hidden_size == model.ffn_hidden_size:
-        others.remove("model.moe_ffn_hidden_size")  # its default
     yield from needs(config, wanted, "--num-experts", *others, *_LAYOUT)
     if not wanted:
         return

@@ -169,7 +169,7 @@ def _resolve_model(config: RunConfig) -> None:
     model = config.model
     if (width := ffn_width(model)) is not None:
         model.ffn_hidden_size = width
-        if model.moe_ffn_hidden_size is None:
+        if model.num_experts is not None and model.moe_ffn_hidden_size is None:
             model.moe_ffn_hidden_size = width
     if model.num_attention_heads:
         if model.multi_latent_attention:

@@ -18,7 +18,7 @@ class ExpertFields:
         "1",
         "which layers have experts: N for every Nth from the first, or a list of 0 and 1 such as [0]*3+[1]*58",
     )
-    moe_ffn_hidden_size: int = flag(None, "width inside an expert; default --ffn-hidden-size")
+    moe_ffn_hidden_size: int | None = flag(None, "width inside an expert; default --ffn-hidden-size")
     moe_shared_expert_intermediate_size: int | None = flag(
         None, "total width of the experts that every token passes; default: none"
     )

@@ -100,10 +100,10 @@ class Mesh:
                 list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
             )
         mesh = cls(layout, rank, device, groups)
-        for domain in DOMAINS:
+        for ranks in dict.fromkeys(mesh.along(domain.model_axes).ranks for domain in DOMAINS):
             # NCCL makes a group's communicator at its first operation, in which all its ranks must take part; of a
             # replica a few ranks alone exchange tensors later (`collectives.sum_over_ranks`).
-            replica = mesh.along(domain.model_axes).process_group
+            replica = groups.get(ranks)
             if replica is not None:
                 dist.all_reduce(torch.zeros(1, device=device), group=replica)
         return mesh

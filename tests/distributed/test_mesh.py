@@ -77,7 +77,8 @@ def test_the_group_whose_ranks_exchange_tensors_in_pairs_first_meets_as_a_whole(
     layout = Layout(tp=2, pp=2, dp=2)
     with ProcessPool(8, preload=PRELOADED) as workers:
         for rank, seen in enumerate(workers.run(_first_operations, 8)):
-            assert seen == [(layout.group_of(rank, "pp", "tp"), 1)]
+            replicas = layout.group_of(rank, "pp", "tp"), layout.group_of(rank, "pp", "ep", "etp")  # dense, experts'
+            assert seen == [(ranks, 1) for ranks in replicas]
 
 
 def test_one_process_needs_no_process_group() -> None:

@@ -81,7 +81,7 @@ class Experts(ShardedModule):
     def __init__(self, build: Build):
         super().__init__()
         config, layout = build.config, build.mesh.layout
-        assert config.num_experts is not None
+        assert config.num_experts is not None and config.moe_ffn_hidden_size is not None
         experts, inner, hidden = config.num_experts, config.moe_ffn_hidden_size, config.hidden_size
         self.local = experts // layout.ep
         self.activation = Activation(build)
