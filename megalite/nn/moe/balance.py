@@ -66,7 +66,7 @@ class LoadBalance:
         for router, sums in zip(self.routers.values(), self._sums, strict=True):
             counts = sums[: router.experts]
             if router.expert_bias is not None:
-                router.expert_bias += (counts.mean() - counts).sign() * self._rate
+                router.expert_bias.add_((counts.mean() - counts).sign(), alpha=self._rate)
             if router.load is not None:
                 router.load.copy_(counts / counts.sum())
 

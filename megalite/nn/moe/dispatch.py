@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megalite.distributed.collectives import all_gather_counts, exchange_rows
+from megalite.distributed.collectives import all_gather_counts, exchange_rows, transpose_over_ranks
 from megalite.distributed.mesh import Mesh
 from megalite.nn.moe.routing import Routing
 
@@ -105,7 +105,7 @@ class AllToAll(Dispatcher):
             return _weighted_sum(compute(rows, counts.tolist()), order, routing.weights)
         copies = self.layout.etp
         by_rank = counts.view(-1, self.local).repeat_interleave(copies, dim=0)  # [members, local experts]
-        arriving = exchange_rows(by_rank, *[[1] * self.group.size] * 2, self.group)
+        arriving = transpose_over_ranks(by_rank, self.group)
         sent, received = torch.stack((by_rank.sum(1), arriving.sum(1))).tolist()
         leaving = torch.cat([each for part in rows.split(sent[::copies]) for each in [part] * copies])
         there = exchange_rows(leaving, sent, received, self.group)
