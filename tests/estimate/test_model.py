@@ -21,9 +21,13 @@ from megalite.peft.modules import linear_shapes, linears_of, widths_of
 from megalite.training.prepare import prepare_config
 from megalite.training.run import build_run
 from megalite.verify.layouts import Variant
-from tests.helpers import FP64, LATENT, LLAMA, tiny_model
+from tests.helpers import FP64, LATENT, LLAMA, set_fields, tiny_model
 from tests.peft.runs import adapter_config
 from tests.verify.networks import network
+
+
+EXPERTS = {"num_experts": 6, "moe_router_topk": 3, "moe_ffn_hidden_size": 20, "moe_router_enable_expert_bias": True}
+SHARED = {"moe_shared_expert_intermediate_size": 28, "moe_shared_expert_gate": True}
 
 
 @pytest.mark.parametrize(
@@ -122,4 +126,42 @@ def test_frozen_parameters_have_no_state_and_are_not_shared_out() -> None:
 def test_the_parameters_are_those_of_the_model_that_is_built(network: dict[str, Any]) -> None:
     model = tiny_model(single_process_mesh(), FP64, **network)
     built = sum(prod(spec.shape) for _, _, spec in named_specs(model))
-    assert count_parameters(model.config, model.vocab_size).total == built
+    count = count_parameters(model.config, model.vocab_size)
+    assert count.total == count.active == built
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        {**LLAMA, **EXPERTS},
+        {**LLAMA, **EXPERTS, **SHARED, "moe_layer_freq": "[0,1]", "mtp_num_layers": 2},
+        {**LATENT, **EXPERTS, **SHARED, "moe_layer_freq": "2", "mtp_num_layers": 1},
+        {**EXPERTS, "add_bias_linear": False, "moe_router_load_balancing_type": "global_aux_loss"},
+    ],
+    ids=["all layers", "the last and 2 ahead", "the first", "gpt2"],
+)
+def test_a_token_uses_the_parameters_of_its_experts(network: dict[str, Any]) -> None:
+    model = tiny_model(single_process_mesh(), FP64, **network)
+    built = {name: prod(spec.shape) for name, p, spec in named_specs(model) if p.requires_grad}
+    routed = sum(size for name, size in built.items() if ".mlp.experts." in name)
+    count = count_parameters(model.config, model.vocab_size)
+    assert count.total == sum(built.values())
+    assert count.active == count.total - routed + routed * EXPERTS["moe_router_topk"] // EXPERTS["num_experts"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_with_experts_costs_what_the_formula_says(shared: bool) -> None:
+    config = network(Variant(pp=2), tied=False, llama=True, ahead=1, precision=PrecisionConfig(fp64=True))
+    config.model.attention_backend, config.data.eod_mask_loss = "unfused", False
+    config.data.reset_attention_mask = config.data.reset_position_ids = False
+    set_fields(config, **EXPERTS, **(SHARED if shared else {}), moe_layer_freq="[0,1]")
+    run = build_run(prepare_config(resolve(config, 1), Environment()), single_process_mesh())
+    model, length = run.model.config.model, run.model.config.data.seq_length
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _product}) as counter:
+        record = run.trainer.step()
+    run.close()
+    formula = run.model.flops_per_token(length)
+    # As above: the whole square, and the last token has none ahead.
+    formula += 3.0 * (model.num_layers + 1) * length * model.num_attention_heads * sum(head_widths(model))
+    formula -= 6.0 * model.hidden_size * run.model.stages[0].vocab_size / length
+    assert counter.get_total_flops() / record.consumed_tokens == pytest.approx(formula, rel=1e-12)
