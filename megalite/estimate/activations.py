@@ -179,11 +179,12 @@ def _router(config: RunConfig) -> float:
 
 
 def _attention(config: RunConfig) -> float:
-    """Numbers a token that a layer's attention keeps: queries, keys, values and the result; rotated ones besides."""
+    """Numbers a token that a layer's attention keeps: queries, keys, values and the result; normalised and rotated
+    ones besides."""
     model, tp = config.model, config.layout.tensor_model_parallel_size
     heads, groups = model.num_attention_heads / tp, max(1, model.num_query_groups / tp)
-    rotated = (heads + groups) * model.kv_channels if model.position_embedding_type in ROTARY else 0
-    return (2 * heads + 2 * groups) * model.kv_channels + rotated
+    besides = (model.position_embedding_type in ROTARY) + model.qk_layernorm
+    return (2 * heads + 2 * groups + besides * (heads + groups)) * model.kv_channels
 
 
 def _latent_attention(config: RunConfig) -> float:

@@ -122,12 +122,13 @@ def measured_step(trainer: Trainer) -> tuple[StepRecord, list[str]]:
     if held["host"]:
         lines.append(f"on rank 0's host: {size(held['host'])} of main parameters, moments and gradients")
     if model.adapter is None:  # the formulas don't cover a step of an adapter
-        lines.append(_row("predicted 0", _predicted(trainer)))
+        lines.append(_row("predicted 0", predicted_step(trainer)))
     return record, lines
 
 
-def _predicted(trainer: Trainer) -> list[int]:
-    """By the formulas, for this rank."""
+def predicted_step(trainer: Trainer) -> list[int]:
+    """By the formulas, for this rank: bytes of parameters, main gradients, main parameters, moments and activations,
+    and those that data parallelism sends."""
     model, mesh, precision = trainer.model, trainer.mesh, trainer.model.precision
     count = model.config.microbatches_per_step(mesh.dp.size)
     by_domain = memory_by_domain(model.config, model.stages, trainer.engine.schedules.training(count), mesh)

@@ -99,6 +99,7 @@ SOME_LAYERS = {"moe_layer_freq": "[0]*3+[1]*5"}
     [
         pytest.param({}, {}, id="one stage"),
         pytest.param(LLAMA_LIKE, {}, id="one stage, llama"),
+        pytest.param(LLAMA_LIKE | {"qk_layernorm": True}, {}, id="one stage, llama, normalised heads"),
         pytest.param(LLAMA_LIKE, FULL, id="one stage, full, llama"),
         pytest.param(DEEPSEEK_LIKE, {}, id="one stage, latent"),
         pytest.param(DEEPSEEK_LIKE, {"attention_backend": "unfused"}, id="one stage, latent, unfused"),

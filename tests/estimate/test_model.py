@@ -25,7 +25,6 @@ from tests.helpers import FP64, LATENT, LLAMA, set_fields, tiny_model
 from tests.peft.runs import adapter_config
 from tests.verify.networks import network
 
-
 EXPERTS = {"num_experts": 6, "moe_router_topk": 3, "moe_ffn_hidden_size": 20, "moe_router_enable_expert_bias": True}
 SHARED = {"moe_shared_expert_intermediate_size": 28, "moe_shared_expert_gate": True}
 
