@@ -88,9 +88,11 @@ def layers_of(stage: GPTStage) -> Iterator[TransformerLayer]:
 def _add_lora(stage: GPTStage, build: Build, scales: Mapping[str, Scale], drop: float) -> None:
     for layer in layers_of(stage):
         by_linear: dict[str, list[LowRank]] = {}
+        there = linears_of(stage.config, layer.number)
         for part, scale in scales.items():
-            settings = LowRank(part, scale.rank, scale.factor, drop, layer.number)
-            by_linear.setdefault(linears_of(stage.config)[part], []).append(settings)
+            if part in there:
+                settings = LowRank(part, scale.rank, scale.factor, drop, layer.number)
+                by_linear.setdefault(there[part], []).append(settings)
         for name, adapters in by_linear.items():
             base = layer.get_submodule(name)
             if isinstance(base, RowParallelLinear):

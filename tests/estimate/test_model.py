@@ -52,10 +52,10 @@ def test_a_step_costs_what_the_formula_says(kind: str, more: dict[str, Any]) -> 
     formula += 6.0 * model.num_layers * length * model.num_attention_heads * model.kv_channels
     # The embedding is frozen, so nothing asks for the gradient of the first layer's input, nor of queries without LoRA.
     if run.model.adapter is not None:
-        formula -= 2.0 * sum(widths_of("q_proj", model)[0] * widths_of(part, model)[1] for part in _QKV)
+        formula -= 2.0 * sum(_widths("q_proj", model)[0] * _widths(part, model)[1] for part in _QKV)
         formula += 6.0 * model.num_layers * _zeros(run.model.adapter.scales, model)
         formula -= 2.0 * sum(
-            run.model.adapter.scales[p].rank * widths_of(p, model)[0] for p in _QKV if p in run.model.adapter.scales
+            run.model.adapter.scales[p].rank * _widths(p, model)[0] for p in _QKV if p in run.model.adapter.scales
         )
     if kind == "prefix":
         attended = length + config.peft.num_virtual_tokens
@@ -93,10 +93,15 @@ def _zeros(scales: dict[str, Scale], model: ModelConfig) -> int:
     """Of a layer: adapters beside one fused weight are one product, where each B is as high as all outputs."""
     result = 0
     for linear, shape in linear_shapes(model).items():
-        ranks = {part: scale.rank for part, scale in scales.items() if linears_of(model)[part] == linear}
-        outputs = sum(rank * widths_of(part, model)[1] for part, rank in ranks.items())
+        ranks = {part: scale.rank for part, scale in scales.items() if linears_of(model, 0)[part] == linear}
+        outputs = sum(rank * _widths(part, model)[1] for part, rank in ranks.items())
         result += sum(ranks.values()) * prod(shape[:-1]) - outputs
     return result
+
+
+def _widths(part: str, model: ModelConfig) -> tuple[int, int]:
+    """Inputs and outputs of a target in a network without experts."""
+    return widths_of(part, linears_of(model, 0)[part], model)
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
