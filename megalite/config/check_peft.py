@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.fields import all_fields, get
+from megalite.config.resolve import expert_layers
 from megalite.config.schema import ModelConfig, RunConfig
 from megalite.config.schema_finetune import PeftConfig
 
@@ -63,6 +64,16 @@ def attention_parts(model: ModelConfig) -> tuple[str, ...]:
     return *queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
 
 
+def has_mlp(model: ModelConfig) -> bool:
+    """Whether there is one that isn't of routed experts alone, which have no adapters."""
+    if model.moe_shared_expert_intermediate_size is not None or model.num_experts is None:
+        return True
+    try:
+        return not all(expert_layers(model))
+    except ValueError:  # is told of as what it is
+        return True
+
+
 def target_names(peft: PeftConfig, model: ModelConfig) -> list[str]:
     """`--lora-target-modules` as single names, by default those of attention; commas separate as blanks do."""
     words = attention_parts(model) if peft.lora_target_modules is None else peft.lora_target_modules
@@ -72,6 +83,9 @@ def target_names(peft: PeftConfig, model: ModelConfig) -> list[str]:
 def valid_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Names that `--lora-target-modules` takes for this network, and the parts of it that each means."""
     attention: dict[str, tuple[str, ...]] = {name: (name,) for name in attention_parts(model)}
+    if not has_mlp(model):
+        gpt2 = {} if model.swiglu or model.multi_latent_attention else {"c_attn": ("c_attn",), "c_proj": ("o_proj",)}
+        return {**attention, **gpt2}
     if model.swiglu:
         return {**attention, **_GATED}
     return {**attention, **({} if model.multi_latent_attention else _GPT2), **_PLAIN}
@@ -79,13 +93,14 @@ def valid_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 def lora_parts(model: ModelConfig, names: list[str]) -> list[str]:
     """The parts that valid target names mean, each once, in the order of the network."""
+    table = valid_targets(model)
     if ALL_LINEAR in names:  # what Hugging Face's model has as one layer gets one pair of matrices
         latent = model.multi_latent_attention
         names = [*attention_parts(model), "up_proj", "down_proj"] if latent else ["c_attn", "c_proj", "c_fc"]
         if model.swiglu:
             fused = model.rotary_interleaved and not latent
             names = [*attention_parts(model), *(["gate_up_proj"] if fused else ["gate_proj", "up_proj"]), "down_proj"]
-    table = valid_targets(model)
+        names = [name for name in names if name in table]
     wanted = {part for name in names for part in table[name]}
     return [part for part in ("c_attn", *attention_parts(model), *_GATED) if part in wanted]
 
@@ -125,6 +140,8 @@ def idle_beside_adapters(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
 def _target_problems(config: RunConfig) -> Iterator[str]:
     valid, names = valid_targets(config.model), target_names(config.peft, config.model)
     listed = f"valid for this network: {', '.join(valid)}; or {ALL_LINEAR} alone"
+    if config.model.num_experts is not None:
+        listed += "; routed experts can't have adapters"
     if not names:
         yield f"--lora-target-modules names no layer; {listed}"
     for name in names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from megalite.config.schema import RunConfig
@@ -28,6 +28,10 @@ class MemoryEstimate:
     moments: int
     activations: int
     fp8_weights: int = 0
+
+    def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
+        """Of both, where a rank's parameters are shared out in different ways."""
+        return MemoryEstimate(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def state(self) -> int:
@@ -61,8 +65,8 @@ def estimate_memory(
     frozen: int = 0,
     fp8: int = 0,
 ) -> MemoryEstimate:
-    """Prediction for a rank whose part of the model has `local_parameters`, shared out among `ranks` data-parallel
-    ranks as the resolved configuration says (Rajbhandari et al. 2020). Padding is left out.
+    """Prediction for a rank whose part of the model, or its part of one domain, has `local_parameters`, shared out
+    among `ranks` data-parallel ranks as the resolved configuration says (Rajbhandari et al. 2020). Padding is left out.
 
     In half precision that is 18 bytes a parameter without sharding, 6 + 12/d, 2 + 16/d, 18/d with the three stages;
     with --main-grads-dtype bf16, --main-params-dtype bf16 and moments in fp8 it is 6, 4 + 2/d, 2 + 4/d, 6/d.

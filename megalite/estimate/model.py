@@ -4,40 +4,68 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config.resolve import head_widths
+from megalite.config.resolve import expert_layers, head_widths
 from megalite.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Logical parameters (no padding). `matmul`: those that multiply every token, the output layer included even
-    where it is tied to the embedding, and counted for each token that is predicted."""
+    """Logical parameters (no padding). `active`: without the experts that a token isn't sent to. `matmul`: of these,
+    those that multiply every token, the output layer included even where it is tied to the embedding, and counted for
+    each token that is predicted. Where tokens of full experts are dropped, fewer do."""
 
     total: int
+    active: int
     matmul: int
 
 
 def count_parameters(config: ModelConfig, vocab_size: int) -> ParameterCount:
-    """Count the parameters of the network that `models.gpt` builds."""
-    hidden, inner, depths = config.hidden_size, config.ffn_hidden_size, config.mtp_num_layers or 0
-    up = inner * (2 if config.swiglu else 1)
+    """Count the parameters of the network that `models.gpt` builds, without the state of routers."""
+    hidden, depths = config.hidden_size, config.mtp_num_layers or 0
     norm = 1 if config.normalization == "RMSNorm" else 2
     attention, biases, normalised = _latent_attention(config) if config.multi_latent_attention else _attention(config)
-    matmul_layer = attention + hidden * up + inner * hidden
     small = norm * (2 * hidden + (normalised if config.qk_layernorm else 0))
     if config.add_bias_linear:
-        small += biases + hidden + up + hidden
+        small += biases + hidden
     else:
         small += biases * config.add_qkv_bias + hidden * config.add_proj_bias
-    layers = config.num_layers + depths
+    layers, with_experts = config.num_layers + depths, layers_with_experts(config)
+    routed, beside, experts_biases = _experts(config)
+    mlp, mlp_biases = _mlp(config, config.ffn_hidden_size)
+    each = layers - with_experts
+    matmul = layers * attention + each * mlp + with_experts * (config.moe_router_topk * routed + beside)
     joining = 2 * hidden * hidden  # states and embeddings, at each depth
-    total = layers * (matmul_layer + small) + depths * (joining + 3 * norm * hidden)
-    total += norm * hidden + vocab_size * hidden
+    matmul += depths * joining
+    active = matmul + layers * small + each * mlp_biases + with_experts * experts_biases + depths * 3 * norm * hidden
+    active += norm * hidden + vocab_size * hidden
     if config.position_embedding_type == "learned_absolute":
-        total += config.max_position_embeddings * hidden
+        active += config.max_position_embeddings * hidden
     if config.untie_embeddings_and_output_weights:
-        total += vocab_size * hidden
-    return ParameterCount(total, layers * matmul_layer + depths * joining + (1 + depths) * vocab_size * hidden)
+        active += vocab_size * hidden
+    idle = with_experts * ((config.num_experts or 0) - config.moe_router_topk) * routed
+    return ParameterCount(active + idle, active, matmul + (1 + depths) * vocab_size * hidden)
+
+
+def layers_with_experts(config: ModelConfig) -> int:
+    """How many; layers of multi-token prediction are as the last one."""
+    which = expert_layers(config)
+    return sum(which) + (config.mtp_num_layers or 0) * which[-1]
+
+
+def _mlp(config: ModelConfig, inner: int) -> tuple[int, int]:
+    """Parameters of an MLP's products, and its biases."""
+    up = inner * (2 if config.swiglu else 1)
+    return config.hidden_size * (up + inner), (up + config.hidden_size) * config.add_bias_linear
+
+
+def _experts(config: ModelConfig) -> tuple[int, int, int]:
+    """Parameters of an expert's products; of those that every token meets beside: the router, shared experts and their
+    gate; biases of shared experts."""
+    hidden, shared, biases = config.hidden_size, 0, 0
+    if config.moe_shared_expert_intermediate_size is not None:
+        shared, biases = _mlp(config, config.moe_shared_expert_intermediate_size)
+        shared += hidden * config.moe_shared_expert_gate
+    return _mlp(config, config.moe_ffn_hidden_size or 0)[0], hidden * (config.num_experts or 0) + shared, biases
 
 
 def _attention(config: ModelConfig) -> tuple[int, int, int]:

@@ -29,7 +29,7 @@ from megalite.optimizer.optimizer import Optimizer
 from megalite.peft.apply import Scale, apply_peft, prompt_from_text, scales_of
 from megalite.peft.convert import PROMPT, from_peft, to_peft
 from megalite.peft.files import peft_config, read_adapter, write_adapter
-from megalite.peft.modules import widths_of
+from megalite.peft.modules import linears_of, widths_of
 from megalite.precision.policy import Precision
 
 
@@ -49,8 +49,13 @@ class AdapterPlan:
         """What it adds to the work for a token. `head`: a classifier's is trained too."""
         assert self.model.num_layers is not None
         if self.peft.peft == "lora":
-            sizes = (scale.rank * sum(widths_of(part, self.model)) for part, scale in self.scales.items())
-            return AdapterWork(self.model.num_layers * sum(sizes), head)
+            sizes = (
+                self.scales[part].rank * sum(widths_of(part, linear, self.model))
+                for number in range(self.model.num_layers)
+                for part, linear in linears_of(self.model, number).items()
+                if part in self.scales
+            )
+            return AdapterWork(sum(sizes), head)
         return AdapterWork(0, head, self.peft.num_virtual_tokens, computed=self.peft.peft == "prompt")
 
     def apply(self, stages: Sequence[GPTStage], *, mesh: Mesh, precision: Precision, seed: int) -> None:

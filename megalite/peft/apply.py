@@ -7,7 +7,7 @@ checkpoints, norms and dumps treat them as any others; and whatever needs no gra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from megalite.config.check_peft import lora_parts, target_names
 from megalite.config.errors import UserError
 from megalite.config.schema import ModelConfig
 from megalite.config.schema_finetune import PeftConfig
+from megalite.distributed.layout import DOMAINS, Domain
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import whole
 from megalite.models.gpt import GPTStage
@@ -87,9 +88,11 @@ def layers_of(stage: GPTStage) -> Iterator[TransformerLayer]:
 def _add_lora(stage: GPTStage, build: Build, scales: Mapping[str, Scale], drop: float) -> None:
     for layer in layers_of(stage):
         by_linear: dict[str, list[LowRank]] = {}
+        there = linears_of(stage.config, layer.number)
         for part, scale in scales.items():
-            settings = LowRank(part, scale.rank, scale.factor, drop, layer.number)
-            by_linear.setdefault(linears_of(stage.config)[part], []).append(settings)
+            if part in there:
+                settings = LowRank(part, scale.rank, scale.factor, drop, layer.number)
+                by_linear.setdefault(there[part], []).append(settings)
         for name, adapters in by_linear.items():
             base = layer.get_submodule(name)
             if isinstance(base, RowParallelLinear):
@@ -143,12 +146,14 @@ def prompt_from_text(stage: GPTStage, tokens: Sequence[int]) -> Tensor:
     return vectors
 
 
-def owned_parameters(stages: Sequence[GPTStage], mesh: Mesh) -> tuple[int, int]:
-    """Logical parameters of this rank's chunks that are trained, and all, without copies that others own."""
+def owned_parameters(stages: Sequence[GPTStage], mesh: Mesh, domains: Collection[Domain] = DOMAINS) -> tuple[int, int]:
+    """Logical parameters of this rank's chunks that are trained, and all, without copies that others of the replica
+    own. `domains`: those of these alone. Summed over the ranks along a domain's `model_axes` they are the model's."""
     trained = total = 0
     for stage in stages:
         for _, parameter, spec in named_specs(stage):
-            owned = sum(math.prod(box.shape) for box in spec.boxes if box.owner == mesh.rank)
-            total += owned
-            trained += owned if parameter.requires_grad else 0
+            if spec.domain in domains and not spec.keeps_dtype:  # what does is state, by a rule
+                owned = sum(math.prod(box.shape) for box in spec.boxes if box.owner == mesh.rank)
+                total += owned
+                trained += owned if parameter.requires_grad else 0
     return trained, total

@@ -24,7 +24,16 @@ from megalite.config.schema_finetune import PeftConfig
 from megalite.distributed.param_spec import Shape
 from megalite.peft.apply import Scale
 from megalite.peft.files import EMBEDDINGS, PREFIX, SCORE, WEIGHTS_FILE, Adapter
-from megalite.peft.modules import HFLinear, hf_linears, linear_shapes, linears_of, output_slices, overlap, part_of
+from megalite.peft.modules import (
+    HFLinear,
+    hf_linears,
+    layers_with,
+    linear_shapes,
+    linears_of,
+    output_slices,
+    overlap,
+    part_of,
+)
 from megalite.peft.virtual import prefix_from_network
 
 PROMPT = "embedding.prompt.weight"
@@ -39,7 +48,7 @@ def architecture_of(model: ModelConfig, vocab_size: int) -> Architecture:
 
 def lora_name(layer: int, part: str, matrix: str, model: ModelConfig) -> str:
     """Global name of a LoRA matrix, `a` or `b`."""
-    return f"decoder.layers.{layer}.{linears_of(model)[part]}.lora.{part}.{matrix}"
+    return f"decoder.layers.{layer}.{linears_of(model, layer)[part]}.lora.{part}.{matrix}"
 
 
 def prefix_name(layer: int, name: str = "weight") -> str:
@@ -92,7 +101,7 @@ def _lora_to_peft(
         if len(factors) > 1:
             raise CheckpointError(f"{layer.suffix} can't have adapters of different scales: {sorted(factors)}")
         written[layer.suffix] = Scale(sum(scales[part].rank for part in parts), factors.pop())
-        for number in range(model.num_layers or 0):
+        for number in layers_with(layer.linear, model):
             name = PREFIX + layer.name.replace("{n}", str(number))
             rows = [values[lora_name(number, part, "a", model)] for part in parts]
             tensors[f"{name}.lora_A.weight"] = torch.cat(rows)
@@ -114,7 +123,7 @@ def _stored_b(b: Tensor, part: str, layer: HFLinear, model: ModelConfig) -> Tens
     """The rows [out, rank] of a Hugging Face layer from a target's B; zeros where it has none."""
     shape = linear_shapes(model)[layer.linear]
     whole = b.new_zeros(*shape[:-1], b.shape[-1])
-    whole[output_slices(part, model)] = b
+    whole[output_slices(part, layer.linear, model)] = b
     return layer.matrix(b.shape[-1]).extract(whole)
 
 
@@ -191,7 +200,7 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
     for module, (a, b) in pairs.items():
         number = re.search(r"\.(\d+)\.", module)
         layer = layers.get(re.sub(r"\.(\d+)\.", ".{n}.", module, count=1))
-        if layer is None or number is None or int(number[1]) >= (model.num_layers or 0):
+        if layer is None or number is None or int(number[1]) not in layers_with(layer.linear, model):
             problems.append(f"{module}: this model has no such linear layer")
             continue
         out, inputs = layer.rows.shape[0], linear_shapes(model)[layer.linear][-1]
@@ -204,7 +213,8 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
             problems.append(f"{module}: its rank or scale differs from that in other layers")
         values[lora_name(int(number[1]), part, "a", model)] = a
         values[lora_name(int(number[1]), part, "b", model)] = layer.matrix(rank).read_all(b.__getitem__)
-    names = [lora_name(n, part, "a", model) for part in scales for n in range(model.num_layers or 0)]
+    there = [linears_of(model, number) for number in range(model.num_layers)]
+    names = [lora_name(n, part, "a", model) for part in scales for n, parts in enumerate(there) if part in parts]
     if not problems and not names:
         problems.append("it has no LoRA matrices")
     _refuse(adapter, problems)
@@ -212,7 +222,7 @@ def _lora_from_peft(adapter: Adapter, model: ModelConfig, vocab_size: int) -> tu
         what = "is not supported: it covers only some of the layers"
         _refuse(adapter, ["layers_to_transform, or targets in single layers"], what)
     _refuse(adapter, _mismatches(adapter, pairs, layers, model), "doesn't match its adapter_config.json")
-    ordered = {part: scales[part] for part in linears_of(model) if part in scales}
+    ordered = {part: scales[part] for parts in there for part in parts if part in scales}
     return values, ordered
 
 
@@ -220,7 +230,11 @@ def _mismatches(
     adapter: Adapter, pairs: Mapping[str, Any], layers: Mapping[str, HFLinear], model: ModelConfig
 ) -> list[str]:
     """Where the matrices that are there aren't those that `target_modules` means for this model."""
-    names = [name.replace("{n}", str(number)) for name in layers for number in range(model.num_layers or 0)]
+    names = [
+        name.replace("{n}", str(number))
+        for name, layer in layers.items()
+        for number in layers_with(layer.linear, model)
+    ]
     without = [name for name in names if name not in pairs and adapter.targets(name)]
     others = [name for name in pairs if adapter.targets(name) is False]
     return [

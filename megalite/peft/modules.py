@@ -13,7 +13,7 @@ from math import prod
 
 from megalite.checkpoint.huggingface.architecture import Architecture
 from megalite.checkpoint.huggingface.parts import Part
-from megalite.config.resolve import head_widths
+from megalite.config.resolve import expert_layers, head_widths
 from megalite.config.schema import ModelConfig
 from megalite.distributed.param_spec import Shape
 
@@ -21,6 +21,7 @@ Range = tuple[int, int]
 
 QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
 FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
+_OF_SHARED_EXPERTS = {FC1: "mlp.shared_experts.linear_fc1", FC2: "mlp.shared_experts.linear_fc2"}
 
 _LINEAR_OF = {
     "c_attn": QKV,
@@ -42,26 +43,45 @@ _LATENT_LINEAR_OF = {
 }
 
 
-def linears_of(model: ModelConfig) -> dict[str, str]:
-    """The layer of ours that a target is a part of, or all of, by the targets that there may be."""
-    if not model.multi_latent_attention:
-        return _LINEAR_OF
-    return _LATENT_LINEAR_OF | {part: linear for part, linear in _LINEAR_OF.items() if linear != QKV}
+def linears_of(model: ModelConfig, number: int) -> dict[str, str]:
+    """What a target is a part of, or all of, in layer `number`, by the targets that there may be in it. In a layer with
+    experts those of the MLP are in its shared experts; routed ones have no adapters."""
+    linears = _LINEAR_OF
+    if model.multi_latent_attention:
+        linears = _LATENT_LINEAR_OF | {part: linear for part, linear in _LINEAR_OF.items() if linear != QKV}
+    if not expert_layers(model)[number]:
+        return linears
+    has_shared = model.moe_shared_expert_intermediate_size is not None
+    return {
+        part: _OF_SHARED_EXPERTS.get(linear, linear)
+        for part, linear in linears.items()
+        if has_shared or linear not in _OF_SHARED_EXPERTS
+    }
+
+
+def layers_with(linear: str, model: ModelConfig) -> list[int]:
+    """The numbers of the layers that have a linear layer of this name."""
+    return [number for number in range(model.num_layers) if linear in linears_of(model, number).values()]
 
 
 def linear_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Logical shapes of the weights of a layer's linear layers."""
+    """Logical shapes of the weights of layers' linear layers, those that any layer has."""
     assert model.hidden_size is not None and model.num_attention_heads is not None
     assert model.kv_channels is not None and model.ffn_hidden_size is not None
-    hidden, heads, width, inner = model.hidden_size, model.num_attention_heads, model.kv_channels, model.ffn_hidden_size
+    hidden, heads, width = model.hidden_size, model.num_attention_heads, model.kv_channels
     groups = model.num_query_groups
     fused: dict[str, Shape] = {QKV: (groups, heads // groups + 2, width, hidden)}
-    return {
+    shapes: dict[str, Shape] = {
         **(_latent_shapes(model) if model.multi_latent_attention else fused),
         PROJECTION: (hidden, heads * head_widths(model)[1]),
-        FC1: (2, inner, hidden) if model.swiglu else (inner, hidden),
-        FC2: (hidden, inner),
     }
+    of_shared = _OF_SHARED_EXPERTS[FC1], _OF_SHARED_EXPERTS[FC2]
+    shared = model.moe_shared_expert_intermediate_size or 0
+    for (first, second), inner in (((FC1, FC2), model.ffn_hidden_size), (of_shared, shared)):
+        if layers_with(first, model):
+            shapes[first] = (2, inner, hidden) if model.swiglu else (inner, hidden)
+            shapes[second] = (hidden, inner)
+    return shapes
 
 
 def _latent_shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -89,19 +109,19 @@ def slots_of(part: str, model: ModelConfig) -> tuple[int, Range] | None:
     return None
 
 
-def output_slices(part: str, model: ModelConfig) -> tuple[slice, ...]:
+def output_slices(part: str, linear: str, model: ModelConfig) -> tuple[slice, ...]:
     """The outputs [...] of its linear layer that a target is."""
-    shape = linear_shapes(model)[linears_of(model)[part]][:-1]
+    shape = linear_shapes(model)[linear][:-1]
     slots = slots_of(part, model)
     return tuple(
         slice(*slots[1]) if slots is not None and dim == slots[0] else slice(0, size) for dim, size in enumerate(shape)
     )
 
 
-def widths_of(part: str, model: ModelConfig) -> tuple[int, int]:
+def widths_of(part: str, linear: str, model: ModelConfig) -> tuple[int, int]:
     """Inputs and outputs of a target."""
-    outputs = (each.stop - each.start for each in output_slices(part, model))
-    return linear_shapes(model)[linears_of(model)[part]][-1], prod(outputs)
+    outputs = (each.stop - each.start for each in output_slices(part, linear, model))
+    return linear_shapes(model)[linear][-1], prod(outputs)
 
 
 @dataclass(frozen=True)
@@ -148,13 +168,14 @@ def _rows(architecture: Architecture, template: str, shape: Shape) -> Iterator[t
 
 def part_of(layer: HFLinear, model: ModelConfig) -> str:
     """The target of ours that is exactly this layer; of those that mean the same outputs, the one of this network."""
-    for part, linear in linears_of(model).items():
-        fits = linear == layer.linear and output_slices(part, model) == layer.rows.slices
-        if fits and (linear != FC1 or model.swiglu or part == "up_proj"):
+    for part, linear in linears_of(model, layers_with(layer.linear, model)[0]).items():
+        fits = linear == layer.linear and output_slices(part, linear, model) == layer.rows.slices
+        if fits and (_LINEAR_OF.get(part) != FC1 or model.swiglu or part == "up_proj"):
             return part
     raise AssertionError(f"no target is {layer.name}")
 
 
 def overlap(part: str, layer: HFLinear, model: ModelConfig) -> bool:
     """Whether a target shares outputs with a layer of Hugging Face's."""
-    return linears_of(model)[part] == layer.linear and layer.rows.overlap(output_slices(part, model)) is not None
+    here = linears_of(model, layers_with(layer.linear, model)[0])
+    return here.get(part) == layer.linear and layer.rows.overlap(output_slices(part, layer.linear, model)) is not None

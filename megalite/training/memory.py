@@ -7,6 +7,8 @@ results.
 
 from __future__ import annotations
 
+import functools
+import operator
 import resource
 import sys
 from typing import Any
@@ -21,7 +23,7 @@ from megalite.distributed.collectives import all_gather_objects, all_reduce
 from megalite.distributed.mesh import Mesh
 from megalite.estimate.memory import data_parallel_bytes
 from megalite.training.metrics import StepRecord
-from megalite.training.report import predicted_memory, size
+from megalite.training.report import memory_by_domain, size
 from megalite.training.trainer import Trainer
 
 SHOWN_RANKS = 32
@@ -120,24 +122,28 @@ def measured_step(trainer: Trainer) -> tuple[StepRecord, list[str]]:
     if held["host"]:
         lines.append(f"on rank 0's host: {size(held['host'])} of main parameters, moments and gradients")
     if model.adapter is None:  # the formulas don't cover a step of an adapter
-        lines.append(_row("predicted 0", _predicted(trainer)))
+        lines.append(_row("predicted 0", predicted_step(trainer)))
     return record, lines
 
 
-def _predicted(trainer: Trainer) -> list[int]:
-    """By the formulas, for this rank."""
+def predicted_step(trainer: Trainer) -> list[int]:
+    """By the formulas, for this rank: bytes of parameters, main gradients, main parameters, moments and activations,
+    and those that data parallelism sends."""
     model, mesh, precision = trainer.model, trainer.mesh, trainer.model.precision
     count = model.config.microbatches_per_step(mesh.dp.size)
-    memory = predicted_memory(model.config, model.stages, trainer.engine.schedules.training(count), mesh)
-    sharding, ranks = trainer.optimizer.sharding, mesh.dp_cp.size
-    sent = data_parallel_bytes(
-        parameters=memory.local_parameters,
-        ranks=ranks,
-        microbatches=count,
-        gradient_bytes=precision.reduce.itemsize if precision.wide.itemsize == 4 else precision.wide.itemsize,
-        gathered_bytes=memory.parameters * (ranks if sharding.parameters else 1),
-        sharded=(sharding.state, sharding.gradients, sharding.parameters),
-    )
+    by_domain = memory_by_domain(model.config, model.stages, trainer.engine.schedules.training(count), mesh)
+    sent, memory = 0, functools.reduce(operator.add, by_domain.values())
+    for domain, part in by_domain.items():
+        ranks = mesh.along(domain.data_axes).size
+        sharding = trainer.optimizer.sharding.for_group_of(ranks)
+        sent += data_parallel_bytes(
+            parameters=part.local_parameters,
+            ranks=ranks,
+            microbatches=count,
+            gradient_bytes=precision.reduce.itemsize if precision.wide.itemsize == 4 else precision.wide.itemsize,
+            gathered_bytes=part.parameters * (ranks if sharding.parameters else 1),
+            sharded=(sharding.state, sharding.gradients, sharding.parameters),
+        )
     state = [memory.parameters, memory.main_gradients, memory.main_parameters, memory.moments]
     return [*state, memory.activations, sent]
 

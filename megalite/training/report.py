@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -11,14 +13,17 @@ from megalite.config.schema import RunConfig
 from megalite.data.gpt_dataset import Datasets
 from megalite.distributed.collectives import all_gather_objects
 from megalite.distributed.launch import Environment
-from megalite.distributed.layout import Layout
+from megalite.distributed.layout import DENSE, DOMAINS, Domain, Layout
 from megalite.distributed.mesh import Mesh
 from megalite.estimate.activations import chunk_activations
 from megalite.estimate.memory import MemoryEstimate, estimate_memory, free_machine_memory, machine_memory
+from megalite.estimate.model import count_parameters
 from megalite.models.gpt import GPTStage
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.embedding import padded_vocabulary
-from megalite.peft.apply import apply_peft, owned_parameters
+from megalite.nn.module import specs_of
+from megalite.nn.moe.layer import MoELayer
+from megalite.peft.apply import apply_peft, layers_of, owned_parameters
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.timeline import peak_live
 from megalite.precision.fp8 import Fp8
@@ -44,18 +49,30 @@ def size(count: float, unit: str = "B") -> str:
     raise AssertionError
 
 
-def _local_parameters(stages: Sequence[GPTStage]) -> int:
-    return sum(parameter.numel() for stage in stages for parameter in stage.parameters())
+def _local_parameters(stages: Sequence[GPTStage], domain: Domain | None = None, *, frozen: bool = False) -> int:
+    """What this rank holds of them, of one domain or of all; `frozen`: only what isn't trained."""
+    return sum(
+        parameter.numel()
+        for _, parameter, spec in specs_of(stages)
+        if domain in (None, spec.domain) and not spec.keeps_dtype and not (frozen and parameter.requires_grad)
+    )
 
 
 def _model_lines(model: TrainedModel) -> list[str]:
     config, mesh = model.config, model.mesh
     rows = padded_vocabulary(model.vocab_size, config.model.make_vocab_size_divisible_by, mesh.tp.size)
-    counts = all_gather_objects(owned_parameters(model.stages, mesh), mesh.model)
+    counts = [
+        each
+        for domain in DOMAINS
+        for each in all_gather_objects(owned_parameters(model.stages, mesh, [domain]), mesh.along(domain.model_axes))
+    ]
     mine, total = (sum(each) for each in zip(*counts, strict=True))
+    formula = count_parameters(config.model, model.vocab_size)
+    active = total - formula.total + formula.active
+    experts = "" if active == total else f", {active:,} active for a token"
     trained = "" if model.adapter is None else f", {mine:,} of them trained ({mine / total:.3%})"
     return [
-        f"parameters: {total:,} in all{trained}, {_local_parameters(model.stages):,} on this rank",
+        f"parameters: {total:,} in all{experts}{trained}, {_local_parameters(model.stages):,} on this rank",
         f"vocabulary: {model.vocab_size:,}, {rows:,} rows in memory",
         f"training FLOPs per token: {model.flops_per_token(config.data.seq_length):.4g}",
     ]
@@ -65,25 +82,40 @@ def predicted_memory(
     config: RunConfig, stages: Sequence[GPTStage], actions: list[Action], mesh: Mesh
 ) -> MemoryEstimate:
     """The formulas for a rank that does `actions` in a step of the largest global batch."""
+    return functools.reduce(operator.add, memory_by_domain(config, stages, actions, mesh).values())
+
+
+def memory_by_domain(
+    config: RunConfig, stages: Sequence[GPTStage], actions: list[Action], mesh: Mesh
+) -> dict[Domain, MemoryEstimate]:
+    """The same, apart for the parameters that all data ranks share and for experts. Activations, and weights in FP8,
+    are with the former."""
     chunks = [
         chunk_activations(
             config,
             stage.vocab_size,
             layers=len(stage.decoder.layers),
+            with_experts=sum(isinstance(layer.mlp, MoELayer) for layer in layers_of(stage)),
             in_fp8=sum(any(fp8_weights([layer])) for layer in stage.decoder.layers.values()),
             has_output=stage.output_layer is not None,
             fused_attention=stage.core.backend.kernel != "unfused",
         )
         for stage in stages
     ]
-    return estimate_memory(
-        config,
-        _local_parameters(stages),
-        activations=peak_live(actions, [chunk.kept for chunk in chunks]) + max(chunk.working for chunk in chunks),
-        frozen=sum(p.numel() for stage in stages for p in stage.parameters() if not p.requires_grad),
-        ranks=mesh.dp_cp.size,
-        fp8=sum(weight.numel() for _, weight, _ in fp8_weights(stages)),
-    )
+    activations = peak_live(actions, [chunk.kept for chunk in chunks]) + max(chunk.working for chunk in chunks)
+    fp8 = sum(weight.numel() for _, weight, _ in fp8_weights(stages))
+    return {
+        domain: estimate_memory(
+            config,
+            _local_parameters(stages, domain),
+            activations=activations if domain is DENSE else 0,
+            frozen=_local_parameters(stages, domain, frozen=True),
+            # Where no data ranks share the dense ones, nothing is shared out.
+            ranks=1 if mesh.dp_cp.size == 1 else mesh.along(domain.data_axes).size,
+            fp8=fp8 if domain is DENSE else 0,
+        )
+        for domain in DOMAINS
+    }
 
 
 def memory_by_stage(

@@ -75,6 +75,7 @@ def step_of(config: RunConfig, rank: int) -> tuple[int, int]:
 
 
 PIPELINE = {"pipeline_model_parallel_size": 4}
+MLP_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -87,6 +88,10 @@ DEEPSEEK_LIKE = {**LATENT, "ffn_hidden_size": 160, "q_lora_rank": 48, "kv_lora_r
     "v_head_dim": 16,
 }
 AHEAD = {"mtp_num_layers": 2}
+EXPERTS = {"num_experts": 8, "moe_aux_loss_coeff": [1]e-2, "moe_z_loss_coeff": 1e-3, "moe_ffn_hidden_size": 96}
+SHARED = {"moe_shared_expert_intermediate_size": 80, "moe_shared_expert_gate": True}
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_topk": 3, "moe_router_dtype": "fp64"}
+SOME_LAYERS = {"moe_layer_freq": "[0]*3+[1]*5"}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +99,7 @@ AHEAD = {"mtp_num_layers": 2}
     [
         pytest.param({}, {}, id="one stage"),
         pytest.param(LLAMA_LIKE, {}, id="one stage, llama"),
+        pytest.param(LLAMA_LIKE | {"qk_layernorm": True}, {}, id="one stage, llama, normalised heads"),
         pytest.param(LLAMA_LIKE, FULL, id="one stage, full, llama"),
         pytest.param(DEEPSEEK_LIKE, {}, id="one stage, latent"),
         pytest.param(DEEPSEEK_LIKE, {"attention_backend": "unfused"}, id="one stage, latent, unfused"),
@@ -101,13 +107,23 @@ AHEAD = {"mtp_num_layers": 2}
         pytest.param(LLAMA_LIKE | AHEAD, {}, id="one stage, tokens ahead"),
         pytest.param(LLAMA_LIKE | AHEAD, FULL, id="one stage, full, tokens ahead"),
         pytest.param(DEEPSEEK_LIKE | AHEAD, PIPELINE, id="1f1b, latent, tokens ahead"),
-        pytest.param({}, {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]}, id="mlp"),
+        pytest.param({}, MLP_AGAIN, id="mlp"),
         pytest.param({}, PIPELINE, id="1f1b"),
         pytest.param({}, PIPELINE | FULL, id="1f1b, full"),
         pytest.param({}, PIPELINE | {"pipeline_schedule": "gpipe"}, id="gpipe"),
         pytest.param({}, PIPELINE | {"pipeline_schedule": "zb-h1"}, id="zb-h1"),
         pytest.param({}, FP8, id="FP8"),
         pytest.param(LLAMA_LIKE, FP8, id="FP8, llama"),
+        pytest.param(LLAMA_LIKE | EXPERTS, {}, id="experts"),
+        pytest.param(LLAMA_LIKE | EXPERTS | SHARED, {"moe_token_dispatcher_type": "alltoall"}, id="shared experts"),
+        pytest.param(LLAMA_LIKE | EXPERTS | SIGMOID | SOME_LAYERS, {}, id="experts of sigmoid in some layers"),
+        pytest.param(LLAMA_LIKE | EXPERTS, FULL, id="experts, full"),
+        pytest.param(LLAMA_LIKE | EXPERTS, MLP_AGAIN, id="experts, mlp"),
+        pytest.param(LLAMA_LIKE | EXPERTS | SHARED | AHEAD, PIPELINE, id="experts, 1f1b, tokens ahead"),
+        pytest.param(LLAMA_LIKE | EXPERTS | SOME_LAYERS, PIPELINE, id="experts in some layers, 1f1b"),
+        pytest.param(
+            {**EXPERTS, "add_bias_linear": False}, PIPELINE | {"pipeline_schedule": "zb-h1"}, id="experts, zb-h1"
+        ),
         pytest.param(LLAMA_LIKE, FP8 | EDGES, id="FP8 without first and last layers"),
         pytest.param({}, PIPELINE | {"num_virtual_stages_per_pipeline_rank": 2}, id="interleaved"),
     ],

@@ -21,9 +21,12 @@ from megalite.peft.modules import linear_shapes, linears_of, widths_of
 from megalite.training.prepare import prepare_config
 from megalite.training.run import build_run
 from megalite.verify.layouts import Variant
-from tests.helpers import FP64, LATENT, LLAMA, tiny_model
+from tests.helpers import FP64, LATENT, LLAMA, set_fields, tiny_model
 from tests.peft.runs import adapter_config
 from tests.verify.networks import network
+
+EXPERTS = {"num_experts": 6, "moe_router_topk": 3, "moe_ffn_hidden_size": 20, "moe_router_enable_expert_bias": True}
+SHARED = {"moe_shared_expert_intermediate_size": 28, "moe_shared_expert_gate": True}
 
 
 @pytest.mark.parametrize(
@@ -49,10 +52,10 @@ def test_a_step_costs_what_the_formula_says(kind: str, more: dict[str, Any]) -> 
     formula += 6.0 * model.num_layers * length * model.num_attention_heads * model.kv_channels
     # The embedding is frozen, so nothing asks for the gradient of the first layer's input, nor of queries without LoRA.
     if run.model.adapter is not None:
-        formula -= 2.0 * sum(widths_of("q_proj", model)[0] * widths_of(part, model)[1] for part in _QKV)
+        formula -= 2.0 * sum(_widths("q_proj", model)[0] * _widths(part, model)[1] for part in _QKV)
         formula += 6.0 * model.num_layers * _zeros(run.model.adapter.scales, model)
         formula -= 2.0 * sum(
-            run.model.adapter.scales[p].rank * widths_of(p, model)[0] for p in _QKV if p in run.model.adapter.scales
+            run.model.adapter.scales[p].rank * _widths(p, model)[0] for p in _QKV if p in run.model.adapter.scales
         )
     if kind == "prefix":
         attended = length + config.peft.num_virtual_tokens
@@ -90,10 +93,15 @@ def _zeros(scales: dict[str, Scale], model: ModelConfig) -> int:
     """Of a layer: adapters beside one fused weight are one product, where each B is as high as all outputs."""
     result = 0
     for linear, shape in linear_shapes(model).items():
-        ranks = {part: scale.rank for part, scale in scales.items() if linears_of(model)[part] == linear}
-        outputs = sum(rank * widths_of(part, model)[1] for part, rank in ranks.items())
+        ranks = {part: scale.rank for part, scale in scales.items() if linears_of(model, 0)[part] == linear}
+        outputs = sum(rank * _widths(part, model)[1] for part, rank in ranks.items())
         result += sum(ranks.values()) * prod(shape[:-1]) - outputs
     return result
+
+
+def _widths(part: str, model: ModelConfig) -> tuple[int, int]:
+    """Inputs and outputs of a target in a network without experts."""
+    return widths_of(part, linears_of(model, 0)[part], model)
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -122,4 +130,42 @@ def test_frozen_parameters_have_no_state_and_are_not_shared_out() -> None:
 def test_the_parameters_are_those_of_the_model_that_is_built(network: dict[str, Any]) -> None:
     model = tiny_model(single_process_mesh(), FP64, **network)
     built = sum(prod(spec.shape) for _, _, spec in named_specs(model))
-    assert count_parameters(model.config, model.vocab_size).total == built
+    count = count_parameters(model.config, model.vocab_size)
+    assert count.total == count.active == built
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        {**LLAMA, **EXPERTS},
+        {**LLAMA, **EXPERTS, **SHARED, "moe_layer_freq": "[0,1]", "mtp_num_layers": 2},
+        {**LATENT, **EXPERTS, **SHARED, "moe_layer_freq": "2", "mtp_num_layers": 1},
+        {**EXPERTS, "add_bias_linear": False, "moe_router_load_balancing_type": ["global_aux_loss"]},
+    ],
+    ids=["all layers", "the last and 2 ahead", "the first", "gpt2"],
+)
+def test_a_token_uses_the_parameters_of_its_experts(network: dict[str, Any]) -> None:
+    model = tiny_model(single_process_mesh(), FP64, **network)
+    built = {name: prod(spec.shape) for name, p, spec in named_specs(model) if p.requires_grad}
+    routed = sum(size for name, size in built.items() if ".mlp.experts." in name)
+    count = count_parameters(model.config, model.vocab_size)
+    assert count.total == sum(built.values())
+    assert count.active == count.total - routed + routed * EXPERTS["moe_router_topk"] // EXPERTS["num_experts"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_with_experts_costs_what_the_formula_says(shared: bool) -> None:
+    config = network(Variant(pp=2), tied=False, llama=True, ahead=1, precision=PrecisionConfig(fp64=True))
+    config.model.attention_backend, config.data.eod_mask_loss = "unfused", False
+    config.data.reset_attention_mask = config.data.reset_position_ids = False
+    set_fields(config, **EXPERTS, **(SHARED if shared else {}), moe_layer_freq="[0,1]")
+    run = build_run(prepare_config(resolve(config, 1), Environment()), single_process_mesh())
+    model, length = run.model.config.model, run.model.config.data.seq_length
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _product}) as counter:
+        record = run.trainer.step()
+    run.close()
+    formula = run.model.flops_per_token(length)
+    # As above: the whole square, and the last token has none ahead.
+    formula += 3.0 * (model.num_layers + 1) * length * model.num_attention_heads * sum(head_widths(model))
+    formula -= 6.0 * model.hidden_size * run.model.stages[0].vocab_size / length
+    assert counter.get_total_flops() / record.consumed_tokens == pytest.approx(formula, rel=1e-12)

@@ -37,7 +37,7 @@ def _model(drop: float = DROP, targets: str = "all-linear") -> GPTStage:
 @torch.no_grad()
 def _added(model: GPTStage, part: str, layer: int = 0, keys: Tensor | None = KEYS) -> Tensor:
     """What the adapter of one part adds for an input of ones [s, b, outputs of the part]; others add nothing."""
-    base = model.decoder.layers[str(layer)].get_submodule(linears_of(model.config)[part])
+    base = model.decoder.layers[str(layer)].get_submodule(linears_of(model.config, layer)[part])
     for pair in base.lora.children():
         pair.a.copy_(torch.eye(WIDTH))
         pair.b.zero_()

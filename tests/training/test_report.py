@@ -15,10 +15,11 @@ from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.estimate.memory import MemoryEstimate
+from megalite.estimate.model import count_parameters
 from megalite.training import report
-from megalite.training.memory import measured_step
+from megalite.training.memory import PeakMemory, measured_step, predicted_step
 from megalite.training.prepare import prepare, prepare_config
-from megalite.training.report import check_memory, memory_by_stage, predicted_memory
+from megalite.training.report import check_memory, memory_by_stage, opening_block, predicted_memory
 from tests.peft.runs import adapter_config, build, run_of
 
 COMMAND = (
@@ -97,6 +98,53 @@ def test_parameters_are_sent_in_the_format_that_is_gathered(pool: ProcessPool, s
         predicted = float(number) * {"kB": 1e3, "MB": 1e6}[unit]
         assert predicted == pytest.approx(sent, rel=0.05)
         assert (sent == (4 + 2) * elements / 2) != stored
+
+
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 40}
+ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
+
+
+def _with_experts(mesh: Mesh, values: dict[str, dict[str, Any]]) -> tuple[str, dict[str, tuple[int, int]], int]:
+    """The line about parameters; bytes held, sent and of activations, as predicted and as they are; padding."""
+    run = run_of(mesh, values)
+    line = opening_block(run.model, run.datasets, threads=1, iteration=0, of=1).splitlines()[1]
+    before = run.optimizer.transport.bytes_sent
+    with PeakMemory(mesh.device) as memory:
+        run.trainer.step()
+        run.optimizer.finish_gathers()
+    held, sent = run.optimizer.held_bytes(), run.optimizer.transport.bytes_sent - before
+    kinds = ("parameters", "gradients", "main", "moments", "activations", "sent")
+    actual = [*(held[kind] for kind in kinds[:4]), memory.peak + run.optimizer.gatherer.peak_bytes, sent]
+    pairs = dict(zip(kinds, zip(predicted_step(run.trainer), actual, strict=True), strict=True))
+    run.close()
+    return line, pairs, sum(b.size - sum(s.parameter.numel() for s in b.slots) for b in run.optimizer.buckets)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world"),
+    [
+        ({"expert_model_parallel_size": 2}, 2),
+        ({"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim", **ALL_TO_ALL}, 2),
+        ({"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim"}, 4),
+        ({"expert_tensor_parallel_size": 2, **ALL_TO_ALL}, 4),
+        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}, 4),
+    ],
+    ids=["EP 2", "EP 2, alltoall, sharded", "EP 2, DP 4, sharded", "ETP 2, DP 4", "TP 2, DP 2"],
+)
+def test_experts_are_counted_and_shared_out_over_their_own_ranks(
+    pool: ProcessPool, settings: dict[str, Any], world: int
+) -> None:
+    plain = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False)
+    length = {"seq_length": 128, "max_position_embeddings": 128}
+    config = resolve(adapter_config("none", **EXPERTS, **length, **plain, **settings), world)
+    count = count_parameters(config.model, 131)
+    layout = Layout.from_config(config.layout, world)
+    for line, pairs, padding in pool.run(_with_experts, world, config.to_dict(), layout=layout):
+        assert f"parameters: {count.total:,} in all, {count.active:,} active" in line
+        predicted, actual = pairs.pop("activations")
+        assert predicted == pytest.approx(actual, rel=0.15)
+        for kind, (predicted, actual) in pairs.items():
+            assert predicted <= actual <= predicted + 2 * 8 * padding, kind
 
 
 def test_a_model_that_no_memory_here_can_hold_is_refused_before_it_is_built() -> None:

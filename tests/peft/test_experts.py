@@ -1,0 +1,113 @@
+"""LoRA in models with experts: beside attention, dense MLPs and shared experts; routed experts stay as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.checkpoint.huggingface.families import ARCHITECTURES
+from megalite.checkpoint.huggingface.parts import gate_and_up, same
+from megalite.config.check_peft import lora_parts, peft_problems
+from megalite.config.resolve import resolve
+from megalite.config.schema import RunConfig
+from megalite.distributed.mesh import single_process_mesh
+from megalite.distributed.pieces import whole
+from megalite.distributed.pool import ProcessPool
+from megalite.nn.module import named_specs
+from megalite.peft import convert
+from megalite.peft.adapter import plan_adapter
+from megalite.verify.proof import Prover
+from tests.helpers import FP64, tiny_model
+from tests.peft.runs import adapter_config, run_adapter
+
+EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_shared_expert_gate": True,
+    "moe_layer_freq": "[0,1,1,0]",
+    "moe_router_load_balancing_type": ["seq_aux_loss"],
+    "moe_aux_loss_coeff": [0.1],
+}
+LINEARS = 7  # of a layer: q, k, v, o, gate, up, down
+TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+def lora_config(**overrides: Any) -> RunConfig:
+    return adapter_config("lora", **{"lora_target_modules": ["all-linear"], **EXPERTS, **overrides})
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [
+        ({"expert_model_parallel_size": 2}, 2),
+        ({**TP, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 2),
+        (TP, 2),
+        ({"pipeline_model_parallel_size": 2}, 2),
+        ({**TP, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}, 4),
+    ],
+    ids=["EP 2", "TP 2, EP 2", "TP 2", "PP 2", "TP 2, DP 2, EP 2, ETP 2"],
+)
+def test_every_layout_equals_one_process(pool: ProcessPool, layout: dict[str, Any], world: int) -> None:
+    difference = Prover(pool, steps=2).prove(lora_config(**layout), world)
+    assert difference.worst <= 1e-10, difference
+
+
+def test_adapters_beside_shared_experts_learn_and_experts_stay(pool: ProcessPool) -> None:
+    outcome = run_adapter(pool, lora_config(), 1, steps=1)[0]
+    assert len(outcome.adapter) == 4 * LINEARS * 2
+    assert sum(".mlp.shared_experts." in name for name in outcome.adapter) == 2 * 3 * 2
+    assert all(gradient.abs().max() > 0 for gradient in outcome.gradients.values())
+    assert any(".mlp.experts." in name for name in outcome.before)
+    assert all(torch.equal(outcome.before[name], outcome.after[name]) for name in outcome.before)
+
+
+def test_a_resumed_run_equals_a_straight_one(pool: ProcessPool, tmp_path: Path) -> None:
+    given = lora_config(fp64=False, expert_model_parallel_size=2)
+    straight = run_adapter(pool, given, 2, steps=2)[0]
+    given.checkpoint.save = str(tmp_path / "run")
+    first = run_adapter(pool, given, 2, steps=1)[0]
+    given.checkpoint.load = given.checkpoint.save
+    second = run_adapter(pool, given, 2, steps=1)[0]
+    assert [*first.losses, *second.losses] == straight.losses
+    assert all(torch.equal(second.adapter[name], straight.adapter[name]) for name in straight.adapter)
+
+
+def test_routed_experts_alone_leave_attention_as_targets() -> None:
+    config = lora_config(moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False, moe_layer_freq="1")
+    assert lora_parts(config.model, ["all-linear"]) == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    config.peft.lora_target_modules = ["q_proj", "up_proj"]
+    (problem,) = peft_problems(config)
+    assert problem == (
+        "--lora-target-modules up_proj is not the name of a linear layer; valid for this network: q_proj, k_proj, "
+        "v_proj, o_proj; or all-linear alone; routed experts can't have adapters"
+    )
+
+
+def test_an_adapter_that_is_saved_comes_back_bitwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With Llama's names for dense layers, and DeepSeek's for shared experts."""
+    ours, theirs = "decoder.layers.{n}.mlp.shared_experts", "model.layers.{n}.mlp.shared_experts"
+    up = gate_and_up(f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")
+    names = {f"{ours}.linear_fc1.weight": up, f"{ours}.linear_fc2.weight": same(f"{theirs}.down_proj.weight")}
+    llama = ARCHITECTURES["llama"]
+    with_experts = replace(llama, names={**llama.names, **names})
+    monkeypatch.setattr(convert, "architecture_of", lambda model, vocab_size: with_experts)
+
+    config, mesh = resolve(lora_config(), 1), single_process_mesh()
+    plan = plan_adapter(config.peft, config.model, 131, mesh.world)
+    model = tiny_model(mesh, FP64, **vars(config.model))
+    plan.apply([model], mesh=mesh, precision=FP64, seed=1)
+    trained = {name: p for name, p, _ in named_specs(model) if p.requires_grad}
+    for parameter in trained.values():
+        torch.nn.init.normal_(parameter.data)
+    assert plan.work(head=False).matmul == sum(p.numel() for p in trained.values())
+    plan.save(str(tmp_path / "saved"), [whole(*entry) for entry in named_specs(model) if entry[0] in trained], mesh)
+
+    again = plan_adapter(replace(config.peft, load_adapter=str(tmp_path / "saved")), config.model, 131, mesh.world)
+    assert again.scales == plan.scales
+    assert again.values.keys() == trained.keys()
+    assert all(torch.equal(value, trained[name]) for name, value in again.values.items())
