@@ -88,7 +88,7 @@ DEEPSEEK_LIKE = {**LATENT, "ffn_hidden_size": 160, "q_lora_rank": 48, "kv_lora_r
     "v_head_dim": 16,
 }
 AHEAD = {"mtp_num_layers": 2}
-EXPERTS = {"num_experts": 8, "moe_aux_loss_coeff": [1]e-2, "moe_z_loss_coeff": 1e-3, "moe_ffn_hidden_size": 96}
+EXPERTS = {"num_experts": 8, "moe_aux_loss_coeff": [1e-2], "moe_z_loss_coeff": 1e-3, "moe_ffn_hidden_size": 96}
 SHARED = {"moe_shared_expert_intermediate_size": 80, "moe_shared_expert_gate": True}
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_topk": 3, "moe_router_dtype": "fp64"}
 SOME_LAYERS = {"moe_layer_freq": "[0]*3+[1]*5"}
