@@ -29,7 +29,7 @@ from megalite.optimizer.optimizer import Optimizer
 from megalite.peft.apply import Scale, apply_peft, prompt_from_text, scales_of
 from megalite.peft.convert import PROMPT, from_peft, to_peft
 from megalite.peft.files import peft_config, read_adapter, write_adapter
-from megalite.peft.modules import linears_of, widths_of
+from megalite.peft.modules import EXPERT_LINEAR_OF, linears_of, widths_of
 from megalite.precision.policy import Precision
 
 
@@ -50,7 +50,9 @@ class AdapterPlan:
         assert self.model.num_layers is not None
         if self.peft.peft == "lora":
             sizes = (
-                self.scales[part].rank * sum(widths_of(part, linear, self.model))
+                self.scales[part].rank
+                * sum(widths_of(part, linear, self.model))
+                * (self.model.moe_router_topk if part in EXPERT_LINEAR_OF else 1)
                 for number in range(self.model.num_layers)
                 for part, linear in linears_of(self.model, number).items()
                 if part in self.scales
