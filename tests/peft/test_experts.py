@@ -35,6 +35,7 @@ EXPERTS = {
     "moe_aux_loss_coeff": 0.1,
 }
 LINEARS = 7  # of a layer: q, k, v, o, gate, up, down
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
@@ -89,8 +90,9 @@ ROUTED = {"lora_target_modules": ["q_proj,experts.gate_up_proj,experts.down_proj
         ({**TP, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}, 4),
         ({"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads"}, 4),
         ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}, 2),
+        ({"expert_model_parallel_size": 2, **RECOMPUTE}, 2),
     ],
-    ids=["EP 2", "ETP 2", "EP 2, ETP 2", "EP 2, DP 4, sharded", "PP 2, zb-h1"],
+    ids=["EP 2", "ETP 2", "EP 2, ETP 2", "EP 2, DP 4, sharded", "PP 2, zb-h1", "EP 2, recompute"],
 )
 def test_adapters_of_routed_experts_equal_one_process(pool: ProcessPool, layout: dict[str, Any], world: int) -> None:
     difference = Prover(pool, steps=2).prove(lora_config(**ROUTED, **layout), world)
@@ -102,9 +104,12 @@ def test_an_adapter_of_an_expert_is_its_product_added_to_the_experts_matrix() ->
     model, tokens = tiny_model(mesh, FP64, **vars(config.model)), tiny_tokens(2, 16)[:, :-1]
     plan = plan_adapter(config.peft, config.model, 131, mesh.world)
     plan.apply([model], mesh=mesh, precision=FP64, seed=1)
-    for _, parameter, _ in named_specs(model):
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter.data, std=0.3)
+    trained = {name: p for name, p, _ in named_specs(model) if p.requires_grad}
+    for parameter in trained.values():
+        torch.nn.init.normal_(parameter.data, std=0.3)
+    # A token is sent to half of the experts.
+    each = {name: p.numel() // (2 if ".mlp.experts." in name else 1) for name, p in trained.items()}
+    assert plan.work(head=False).matmul == sum(each.values())
     beside, without = model(tokens, plain_tokens(tokens)), 0
     for layer in model.decoder.layers.values():
         for linear in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2) if layer.number in (1, 2) else ():
