@@ -42,6 +42,7 @@ _LINEAR_OF = {
     "gate_up_proj": FC1,
     "down_proj": FC2,
 }
+MLP_PARTS = {part for part, linear in _LINEAR_OF.items() if linear in (FC1, FC2)}
 _LATENT_LINEAR_OF = {
     "q_proj": "self_attention.linear_q_proj",
     "q_a_proj": "self_attention.linear_q_down_proj",

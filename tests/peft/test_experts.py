@@ -146,6 +146,7 @@ def test_an_adapter_that_is_saved_comes_back_bitwise(monkeypatch: pytest.MonkeyP
 
     config, mesh = resolve(lora_config(), 1), single_process_mesh()
     plan = plan_adapter(config.peft, config.model, 131, mesh.world)
+    assert "PEFT takes down_proj, gate_proj, up_proj for targets in the routed ones" in plan.caution
     model = tiny_model(mesh, FP64, **vars(config.model))
     plan.apply([model], mesh=mesh, precision=FP64, seed=1)
     trained = {name: p for name, p, _ in named_specs(model) if p.requires_grad}
