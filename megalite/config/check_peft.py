@@ -30,6 +30,7 @@ _PLAIN: dict[str, tuple[str, ...]] = {
     "up_proj": ("up_proj",),
     "down_proj": ("down_proj",),
 }
+_EXPERTS = ("experts_up_proj", "experts_gate_up_proj", "experts_down_proj")
 _FUSED = {"c_attn": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 _LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora")
@@ -65,7 +66,7 @@ def attention_parts(model: ModelConfig) -> tuple[str, ...]:
 
 
 def has_mlp(model: ModelConfig) -> bool:
-    """Whether there is one that isn't of routed experts alone, which have no adapters."""
+    """Whether there is one that isn't of routed experts alone."""
     if model.moe_shared_expert_intermediate_size is not None or model.num_experts is None:
         return True
     try:
@@ -83,6 +84,9 @@ def target_names(peft: PeftConfig, model: ModelConfig) -> list[str]:
 def valid_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Names that `--lora-target-modules` takes for this network, and the parts of it that each means."""
     attention: dict[str, tuple[str, ...]] = {name: (name,) for name in attention_parts(model)}
+    if model.num_experts is not None:
+        first = "gate_up_proj" if model.swiglu else "up_proj"
+        attention |= {f"experts.{name}": (f"experts_{name}",) for name in (first, "down_proj")}
     if not has_mlp(model):
         gpt2 = {} if model.swiglu or model.multi_latent_attention else {"c_attn": ("c_attn",), "c_proj": ("o_proj",)}
         return {**attention, **gpt2}
@@ -102,7 +106,7 @@ def lora_parts(model: ModelConfig, names: list[str]) -> list[str]:
             names = [*attention_parts(model), *(["gate_up_proj"] if fused else ["gate_proj", "up_proj"]), "down_proj"]
         names = [name for name in names if name in table]
     wanted = {part for name in names for part in table[name]}
-    return [part for part in ("c_attn", *attention_parts(model), *_GATED) if part in wanted]
+    return [part for part in ("c_attn", *attention_parts(model), *_GATED, *_EXPERTS) if part in wanted]
 
 
 def peft_problems(config: RunConfig) -> Iterator[str]:
@@ -140,8 +144,6 @@ def idle_beside_adapters(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
 def _target_problems(config: RunConfig) -> Iterator[str]:
     valid, names = valid_targets(config.model), target_names(config.peft, config.model)
     listed = f"valid for this network: {', '.join(valid)}; or {ALL_LINEAR} alone"
-    if config.model.num_experts is not None:
-        listed += "; routed experts can't have adapters"
     if not names:
         yield f"--lora-target-modules names no layer; {listed}"
     for name in names:
@@ -149,6 +151,13 @@ def _target_problems(config: RunConfig) -> Iterator[str]:
             yield f"--lora-target-modules {name} is not the name of a linear layer; {listed}"
     if ALL_LINEAR in names and len(names) > 1:
         yield f"--lora-target-modules {','.join(names)}: {ALL_LINEAR} already means every linear layer"
+    of_experts = [name for name in names if name.startswith("experts.") and name in valid]
+    folders = {"--save-adapter": config.peft.save_adapter, "--save-best-adapter": config.peft.save_best_adapter}
+    for flag, folder in folders.items() if of_experts else ():
+        if folder is not None:
+            yield f"{flag} {folder} with --lora-target-modules {of_experts[0]}: only checkpoints (--save) hold it"
+    if of_experts and config.peft.lora_dropout:
+        yield f"--lora-dropout {config.peft.lora_dropout} with --lora-target-modules {of_experts[0]} must be 0"
     for whole, parts in _FUSED.items():
         if whole in names and set(parts) & set(names):
             yield f"--lora-target-modules {','.join(names)}: {whole} already means {', '.join(parts)}"

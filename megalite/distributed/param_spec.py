@@ -142,14 +142,17 @@ def cut(shape: Shape, dim: int, place: Place) -> tuple[Box, ...]:
     return (_box(place, start, (0,) * len(shape), local, (place.tp_rank,), False),)
 
 
-def cut_experts(shape: Shape, dim: int, place: Place) -> tuple[Box, ...]:
+def cut_experts(shape: Shape, dim: int | None, place: Place) -> tuple[Box, ...]:
     """Of a tensor [experts, ...] in the experts' domain: experts cut evenly over the expert-parallel ranks, and `dim`
-    over the tensor-parallel ones."""
-    here = place.layout.coordinates(place.rank)["ep"]
-    count, width = shape[0] // place.layout.ep, shape[dim] // place.tp
-    start = tuple({0: here * count, dim: place.tp_rank * width}.get(i, 0) for i in range(len(shape)))
-    local = tuple({0: count, dim: width}.get(i, n) for i, n in enumerate(shape))
-    return (_box(place, start, (0,) * len(shape), local, (place.tp_rank,), False),)
+    over the tensor-parallel ones; None: each of these has all of it, and a part of its gradient."""
+    count, whole = shape[0] // place.layout.ep, dim is None
+    start, local = [0] * len(shape), list(shape)
+    start[0], local[0] = place.layout.coordinates(place.rank)["ep"] * count, count
+    if dim is not None:
+        local[dim] //= place.tp
+        start[dim] = place.tp_rank * local[dim]
+    holders = range(place.tp) if whole else (place.tp_rank,)
+    return (_box(place, tuple(start), (0,) * len(shape), tuple(local), holders, whole),)
 
 
 def vocabulary_rows(shape: Shape, padded_rows: int, place: Place) -> tuple[Box, ...]:

@@ -29,7 +29,7 @@ from megalite.optimizer.optimizer import Optimizer
 from megalite.peft.apply import Scale, apply_peft, prompt_from_text, scales_of
 from megalite.peft.convert import PROMPT, from_peft, to_peft
 from megalite.peft.files import peft_config, read_adapter, write_adapter
-from megalite.peft.modules import linears_of, widths_of
+from megalite.peft.modules import EXPERT_LINEAR_OF, MLP_PARTS, linears_of, widths_of
 from megalite.precision.policy import Precision
 
 
@@ -50,13 +50,27 @@ class AdapterPlan:
         assert self.model.num_layers is not None
         if self.peft.peft == "lora":
             sizes = (
-                self.scales[part].rank * sum(widths_of(part, linear, self.model))
+                self.scales[part].rank
+                * sum(widths_of(part, linear, self.model))
+                * (self.model.moe_router_topk if part in EXPERT_LINEAR_OF else 1)
                 for number in range(self.model.num_layers)
                 for part, linear in linears_of(self.model, number).items()
                 if part in self.scales
             )
             return AdapterWork(sum(sizes), head)
         return AdapterWork(0, head, self.peft.num_virtual_tokens, computed=self.peft.peft == "prompt")
+
+    @property
+    def caution(self) -> str:
+        """What to know of a saved adapter. In DeepSeek-V3, for one, transformers 5 has no linear layers in the experts
+        any more, and PEFT 0.21 takes every target of such a name for one of an old adapter's there."""
+        names = sorted(MLP_PARTS & self.scales.keys()) if self.model.num_experts is not None else []
+        if not names:
+            return ""
+        return (
+            f"; of some models with experts PEFT takes {', '.join(names)} for targets in the routed ones: use "
+            "tools/generate.py, or merge the adapter with tools/merge_adapter.py"
+        )
 
     def apply(self, stages: Sequence[GPTStage], *, mesh: Mesh, precision: Precision, seed: int) -> None:
         """See `apply_peft`."""
@@ -157,7 +171,7 @@ class AdapterSaver:
         if directory is not None and self._saved_at != iteration:
             self._saved_at = iteration
             self._write("--save-adapter", directory)
-            self.say(f"saved the adapter in {directory}")
+            self.say(f"saved the adapter in {directory}{self.plan.caution}")
 
     def standing_best(self, best: float | None) -> float | None:
         """`best`, the lowest loss of an earlier run, where its adapter is in the folder of `--save-best-adapter`; else

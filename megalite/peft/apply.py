@@ -23,9 +23,10 @@ from megalite.distributed.pieces import whole
 from megalite.models.gpt import GPTStage
 from megalite.nn.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megalite.nn.module import Build, initialize_pieces, named_specs
+from megalite.nn.moe.experts import ExpertLinear
 from megalite.nn.tokens import VirtualTokens
 from megalite.nn.transformer import TransformerLayer
-from megalite.peft.lora import ColumnLora, LowRank, RowLora, Slots
+from megalite.peft.lora import ColumnLora, ExpertLora, LowRank, RowLora, Slots
 from megalite.peft.modules import linears_of, slots_of
 from megalite.peft.virtual import Prefix, Prompt, backend_problem
 from megalite.precision.policy import Precision
@@ -95,7 +96,9 @@ def _add_lora(stage: GPTStage, build: Build, scales: Mapping[str, Scale], drop: 
                 by_linear.setdefault(there[part], []).append(settings)
         for name, adapters in by_linear.items():
             base = layer.get_submodule(name)
-            if isinstance(base, RowParallelLinear):
+            if isinstance(base, ExpertLinear):
+                base.lora = ExpertLora(build, base, adapters[0])
+            elif isinstance(base, RowParallelLinear):
                 base.lora = RowLora(build, base, adapters[0])
             else:
                 assert isinstance(base, (ColumnParallelLinear, ReplicatedLinear))

@@ -25,6 +25,7 @@ from megalite.distributed.param_spec import Shape
 from megalite.peft.apply import Scale
 from megalite.peft.files import EMBEDDINGS, PREFIX, SCORE, WEIGHTS_FILE, Adapter
 from megalite.peft.modules import (
+    EXPERT_LINEAR_OF,
     HFLinear,
     hf_linears,
     layers_with,
@@ -91,6 +92,8 @@ def _lora_to_peft(
     values: Mapping[str, Tensor], model: ModelConfig, peft: PeftConfig, scales: Mapping[str, Scale], vocab_size: int
 ) -> tuple[dict[str, Any], Values]:
     layers = hf_linears(architecture_of(model, vocab_size), model)
+    if set(EXPERT_LINEAR_OF) & set(scales):
+        raise CheckpointError("adapters of routed experts can't be written in PEFT's format")
     tensors: Values = {}
     written: dict[str, Scale] = {}
     for layer in layers:

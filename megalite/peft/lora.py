@@ -17,11 +17,13 @@ from torch import Tensor
 
 from megalite.distributed import random
 from megalite.distributed.collectives import reduce_from_group
-from megalite.distributed.param_spec import ZEROS, Init, ParamSpec, cut, replicated
+from megalite.distributed.layout import EXPERT
+from megalite.distributed.param_spec import ZEROS, Init, ParamSpec, Shape, cut, cut_experts, replicated
 from megalite.nn.dropout import dropout
 from megalite.nn.gradients import sink_of
 from megalite.nn.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, linear
 from megalite.nn.module import Build, ShardedModule
+from megalite.nn.moe.experts import ExpertLinear, grouped_linear
 from megalite.nn.tokens import Tokens
 
 Range = tuple[int, int]
@@ -110,7 +112,7 @@ def _assemble(shape: tuple[int, ...], places: Sequence[Place], factors: Sequence
 
 
 class _Pair(ShardedModule):
-    """A [rank, in] and B [..., rank]."""
+    """A [rank, in] and B [..., rank]; of experts one of each for all of them."""
 
     def __init__(self, build: Build, settings: LowRank, a: ParamSpec, b: ParamSpec):
         super().__init__()
@@ -171,6 +173,33 @@ class ColumnLora(ShardedModule):
             narrow = linear(x, _assemble((self.rank, self.inputs), self.rows, [pair.a for pair in pairs]))
         b = _assemble(self.shape, self.columns, [pair.b for pair in pairs])
         return linear(narrow, b, self.group, gather=self.gather, onto=y)
+
+
+class ExpertLora(ShardedModule):
+    """The adapter beside the matrices of routed experts: to each its own, A [experts, rank, in] and B [experts, ...,
+    rank]. What expert tensor parallelism leaves to be summed of a result it does too, so no rank needs anything of
+    another."""
+
+    def __init__(self, build: Build, base: ExpertLinear, settings: LowRank):
+        super().__init__()
+        self.settings, self.gradients, place = settings, build.weight_gradients, build.place(domain=EXPERT)
+        experts, *outputs, inputs = base.param_specs["weight"].shape
+        cuts_inputs = base.dim == len(outputs) + 1
+
+        def spec(shape: Shape, dim: int | None, init: Init) -> ParamSpec:
+            boxes = cut_experts(shape, dim, place)
+            return ParamSpec(shape, boxes[0].shape, boxes, init, domain=EXPERT)
+
+        a = spec((experts, settings.rank, inputs), 2 if cuts_inputs else None, first_matrix(inputs))
+        b = spec((experts, *outputs, settings.rank), None if cuts_inputs else base.dim, ZEROS)
+        self.add_module(settings.part, _Pair(build, settings, a, b))
+
+    def forward(self, y: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """`y` [n, local outputs], `x` [n, local in], so many rows of each local expert after one another."""
+        pair = self.get_submodule(self.settings.part)
+        assert isinstance(pair, _Pair)
+        narrow = grouped_linear(x, pair.a, counts, self.gradients) * self.settings.scale
+        return y + grouped_linear(narrow, pair.b, counts, self.gradients)
 
 
 class RowLora(ShardedModule):

@@ -21,7 +21,15 @@ Range = tuple[int, int]
 
 QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
 FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
-_OF_SHARED_EXPERTS = {FC1: "mlp.shared_experts.linear_fc1", FC2: "mlp.shared_experts.linear_fc2"}
+EXPERTS_FC1, EXPERTS_FC2 = "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"
+EXPERT_LINEAR_OF = {
+    "experts_up_proj": EXPERTS_FC1,
+    "experts_gate_up_proj": EXPERTS_FC1,
+    "experts_down_proj": EXPERTS_FC2,
+}
+"""Of routed experts, whose matrices are one parameter for all of a layer."""
+SHARED_FC1, SHARED_FC2 = "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"
+_OF_SHARED_EXPERTS = {FC1: SHARED_FC1, FC2: SHARED_FC2}
 
 _LINEAR_OF = {
     "c_attn": QKV,
@@ -34,6 +42,7 @@ _LINEAR_OF = {
     "gate_up_proj": FC1,
     "down_proj": FC2,
 }
+MLP_PARTS = {part for part, linear in _LINEAR_OF.items() if linear in (FC1, FC2)}
 _LATENT_LINEAR_OF = {
     "q_proj": "self_attention.linear_q_proj",
     "q_a_proj": "self_attention.linear_q_down_proj",
@@ -45,7 +54,7 @@ _LATENT_LINEAR_OF = {
 
 def linears_of(model: ModelConfig, number: int) -> dict[str, str]:
     """What a target is a part of, or all of, in layer `number`, by the targets that there may be in it. In a layer with
-    experts those of the MLP are in its shared experts; routed ones have no adapters."""
+    experts those of the MLP are in its shared experts."""
     linears = _LINEAR_OF
     if model.multi_latent_attention:
         linears = _LATENT_LINEAR_OF | {part: linear for part, linear in _LINEAR_OF.items() if linear != QKV}
@@ -56,7 +65,7 @@ def linears_of(model: ModelConfig, number: int) -> dict[str, str]:
         part: _OF_SHARED_EXPERTS.get(linear, linear)
         for part, linear in linears.items()
         if has_shared or linear not in _OF_SHARED_EXPERTS
-    }
+    } | EXPERT_LINEAR_OF
 
 
 def layers_with(linear: str, model: ModelConfig) -> list[int]:
@@ -65,7 +74,7 @@ def layers_with(linear: str, model: ModelConfig) -> list[int]:
 
 
 def linear_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Logical shapes of the weights of layers' linear layers, those that any layer has."""
+    """Logical shapes of the weights of a layer's linear layers, those that any layer has; of routed experts one's."""
     assert model.hidden_size is not None and model.num_attention_heads is not None
     assert model.kv_channels is not None and model.ffn_hidden_size is not None
     hidden, heads, width = model.hidden_size, model.num_attention_heads, model.kv_channels
@@ -75,9 +84,11 @@ def linear_shapes(model: ModelConfig) -> dict[str, Shape]:
         **(_latent_shapes(model) if model.multi_latent_attention else fused),
         PROJECTION: (hidden, heads * head_widths(model)[1]),
     }
-    of_shared = _OF_SHARED_EXPERTS[FC1], _OF_SHARED_EXPERTS[FC2]
-    shared = model.moe_shared_expert_intermediate_size or 0
-    for (first, second), inner in (((FC1, FC2), model.ffn_hidden_size), (of_shared, shared)):
+    for first, second, inner in (
+        (FC1, FC2, model.ffn_hidden_size),
+        (SHARED_FC1, SHARED_FC2, model.moe_shared_expert_intermediate_size or 0),
+        (EXPERTS_FC1, EXPERTS_FC2, model.moe_ffn_hidden_size or 0),
+    ):
         if layers_with(first, model):
             shapes[first] = (2, inner, hidden) if model.swiglu else (inner, hidden)
             shapes[second] = (hidden, inner)
@@ -150,6 +161,7 @@ def hf_linears(architecture: Architecture, model: ModelConfig) -> list[HFLinear]
     return [
         HFLinear(part.name.removesuffix(".weight"), linear, rows, transposed)
         for linear, shape in linear_shapes(model).items()
+        if linear not in EXPERT_LINEAR_OF.values()
         for part, rows, transposed in _rows(architecture, f"decoder.layers.{{n}}.{linear}.weight", shape)
     ]
 

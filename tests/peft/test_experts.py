@@ -17,11 +17,12 @@ from megalite.config.schema import RunConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.pieces import whole
 from megalite.distributed.pool import ProcessPool
+from megalite.models.gpt import plain_tokens
 from megalite.nn.module import named_specs
 from megalite.peft import convert
 from megalite.peft.adapter import plan_adapter
 from megalite.verify.proof import Prover
-from tests.helpers import FP64, tiny_model
+from tests.helpers import FP64, tiny_model, tiny_tokens
 from tests.peft.runs import adapter_config, run_adapter
 
 EXPERTS = {
@@ -34,6 +35,7 @@ EXPERTS = {
     "moe_aux_loss_coeff": [0.1],
 }
 LINEARS = 7  # of a layer: q, k, v, o, gate, up, down
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
@@ -77,14 +79,59 @@ def test_a_resumed_run_equals_a_straight_one(pool: ProcessPool, tmp_path: Path) 
     assert all(torch.equal(second.adapter[name], straight.adapter[name]) for name in straight.adapter)
 
 
-def test_routed_experts_alone_leave_attention_as_targets() -> None:
+ROUTED = {"lora_target_modules": ["q_proj,experts.gate_up_proj,experts.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [
+        ({"expert_model_parallel_size": 2}, 2),
+        (TP, 2),
+        ({**TP, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}, 4),
+        ({"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads"}, 4),
+        ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}, 2),
+        ({"expert_model_parallel_size": 2, **RECOMPUTE}, 2),
+    ],
+    ids=["EP 2", "ETP 2", "EP 2, ETP 2", "EP 2, DP 4, sharded", "PP 2, zb-h1", "EP 2, recompute"],
+)
+def test_adapters_of_routed_experts_equal_one_process(pool: ProcessPool, layout: dict[str, Any], world: int) -> None:
+    difference = Prover(pool, steps=2).prove(lora_config(**ROUTED, **layout), world)
+    assert difference.worst <= 1e-10, difference
+
+
+def test_an_adapter_of_an_expert_is_its_product_added_to_the_experts_matrix() -> None:
+    config, mesh = resolve(lora_config(**ROUTED, moe_aux_loss_coeff=0.0), 1), single_process_mesh()
+    model, tokens = tiny_model(mesh, FP64, **vars(config.model)), tiny_tokens(2, 16)[:, :-1]
+    plan = plan_adapter(config.peft, config.model, 131, mesh.world)
+    plan.apply([model], mesh=mesh, precision=FP64, seed=1)
+    trained = {name: p for name, p, _ in named_specs(model) if p.requires_grad}
+    for parameter in trained.values():
+        torch.nn.init.normal_(parameter.data, std=0.3)
+    # A token is sent to half of the experts.
+    each = {name: p.numel() // (2 if ".mlp.experts." in name else 1) for name, p in trained.items()}
+    assert plan.work(head=False).matmul == sum(each.values())
+    beside, without = model(tokens, plain_tokens(tokens)), 0
+    for layer in model.decoder.layers.values():
+        for linear in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2) if layer.number in (1, 2) else ():
+            a, b = (p for name, p in linear.lora.named_parameters())
+            factor = linear.lora.settings.scale
+            linear.weight.data += torch.einsum("e...r,eri->e...i", b, a) * factor
+            linear.lora, without = None, without + 1
+    assert without == 4
+    assert torch.allclose(model(tokens, plain_tokens(tokens)), beside, rtol=0, atol=1e-10)
+
+
+def test_routed_experts_alone_leave_no_mlp_as_a_target() -> None:
     config = lora_config(moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False, moe_layer_freq="1")
     assert lora_parts(config.model, ["all-linear"]) == ["q_proj", "k_proj", "v_proj", "o_proj"]
-    config.peft.lora_target_modules = ["q_proj", "up_proj"]
+    config.peft.lora_target_modules, config.peft.save_adapter = ["experts.down_proj"], "folder"
+    (problem,) = peft_problems(config)
+    assert problem.startswith("--save-adapter folder with --lora-target-modules experts.down_proj")
+    config.peft.lora_target_modules, config.peft.save_adapter = ["q_proj", "up_proj"], None
     (problem,) = peft_problems(config)
     assert problem == (
         "--lora-target-modules up_proj is not the name of a linear layer; valid for this network: q_proj, k_proj, "
-        "v_proj, o_proj; or all-linear alone; routed experts can't have adapters"
+        "v_proj, o_proj, experts.gate_up_proj, experts.down_proj; or all-linear alone"
     )
 
 
@@ -99,6 +146,7 @@ def test_an_adapter_that_is_saved_comes_back_bitwise(monkeypatch: pytest.MonkeyP
 
     config, mesh = resolve(lora_config(), 1), single_process_mesh()
     plan = plan_adapter(config.peft, config.model, 131, mesh.world)
+    assert "PEFT takes down_proj, gate_proj, up_proj for targets in the routed ones" in plan.caution
     model = tiny_model(mesh, FP64, **vars(config.model))
     plan.apply([model], mesh=mesh, precision=FP64, seed=1)
     trained = {name: p for name, p, _ in named_specs(model) if p.requires_grad}

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.distributed.layout import EXPERT
 from megalite.distributed.param_spec import Init, ParamSpec, cut_experts
@@ -29,26 +29,34 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, counts: Sequence[int], products: Products, gradients: WeightGradients
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # A frozen weight needs no input kept for its gradient.
+        ctx.save_for_backward(weight, *([x] if ctx.needs_input_grad[1] else []))
+        ctx.inputs = x.shape[-1]
         ctx.counts, ctx.products, ctx.gradients, ctx.sink = counts, products, gradients, sink_of(weight)
         return products.grouped_output(x, _matrices(weight, x.shape[-1]), counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), products, grad = ctx.saved_tensors, ctx.products, grads[0].contiguous()
+        (weight, *kept), products, grad = ctx.saved_tensors, ctx.products, grads[0].contiguous()
         x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            x_grad = products.grouped_input_gradient(grad, _matrices(weight, x.shape[-1]), ctx.counts)
-        if ctx.needs_input_grad[1] and ctx.sink is None:
+            x_grad = products.grouped_input_gradient(grad, _matrices(weight, ctx.inputs), ctx.counts)
+        if kept and ctx.sink is None:
             weight_grad = torch.zeros_like(weight)
-            products.add_grouped_weight_gradient(_matrices(weight_grad, x.shape[-1]), grad, x, ctx.counts)
-        elif ctx.needs_input_grad[1]:
-            job = partial(_fill, ctx.sink, products, grad, x, ctx.counts)
+            products.add_grouped_weight_gradient(_matrices(weight_grad, ctx.inputs), grad, kept[0], ctx.counts)
+        elif kept:
+            job = partial(_fill, ctx.sink, products, grad, kept[0], ctx.counts)
             if ctx.gradients.deferred:
                 ctx.gradients.jobs.append(job)
             else:
                 job()
         return x_grad, weight_grad, None, None, None
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], gradients: WeightGradients) -> Tensor:
+    """`x` [n, in], so many rows of each group after one another, times the transposes of `weight` [groups, ..., in] as
+    [groups, out, in]: [n, out]."""
+    return cast(Tensor, _GroupedLinear.apply(x, weight, counts, Products(), gradients))
 
 
 def _matrices(weight: Tensor, inputs: int) -> Tensor:
@@ -61,18 +69,22 @@ def _fill(sink: GradientSink, products: Products, grad: Tensor, x: Tensor, count
 
 
 class ExpertLinear(ShardedModule):
-    """A weight [experts, ..., in] of which `dim` is cut over expert-tensor-parallel ranks."""
+    """A weight [experts, ..., in] of which `dim` is cut over expert-tensor-parallel ranks. `lora`: adds what is beside
+    it, from the result, the input and the counts."""
 
     def __init__(self, build: Build, shape: tuple[int, ...], dim: int, init: Init):
         super().__init__()
+        self.dim = dim
+        self.lora: nn.Module | None = None
         place = build.place(domain=EXPERT)
         boxes = cut_experts(shape, dim, place)
-        self.products, self.gradients = Products(), build.weight_gradients
+        self.gradients = build.weight_gradients
         self.weight = self.add_parameter("weight", ParamSpec(shape, boxes[0].shape, boxes, init, domain=EXPERT), build)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """`x` [n, in], so many rows of each local expert after one another → [n, local out]."""
-        return cast(Tensor, _GroupedLinear.apply(x, self.weight, counts, self.products, self.gradients))
+        y = grouped_linear(x, self.weight, counts, self.gradients)
+        return y if self.lora is None else cast(Tensor, self.lora(y, x, counts))
 
 
 class Experts(ShardedModule):
