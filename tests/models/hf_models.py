@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megalite.checkpoint.huggingface.families import ARCHITECTURES
@@ -51,10 +54,14 @@ def gpt2(**overrides: Any) -> nn.Module:
 
 
 class StateDict:
-    """A model's weights as `Tensors` to read from."""
+    """A model's weights as `Tensors` to read from, under the names of its files."""
 
     def __init__(self, model: nn.Module):
         self.tensors = model.state_dict()
+        if any(".experts." in name for name in self.tensors):  # in memory those of all experts are one tensor
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)  # type: ignore[operator]
+                self.tensors = load_file(Path(folder, "model.safetensors"))
 
     @property
     def stored(self) -> dict[str, Stored]:

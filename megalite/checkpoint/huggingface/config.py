@@ -20,6 +20,7 @@ from megalite.checkpoint.huggingface.fields import Fields
 from megalite.checkpoint.storage import CONFIG_FILE, read_json, refuse_other_kind
 from megalite.config.check_network import idle_scaling, model_problems
 from megalite.config.fields import all_fields, value_problems
+from megalite.config.resolve import balancing, expert_layers
 from megalite.config.schema import ROTARY, ModelConfig, RunConfig
 from megalite.nn.attention_backend import bounded_window
 
@@ -34,8 +35,18 @@ INERT = {
     "attention_softmax_in_fp32",
     "label_smoothing",
     "group_query_attention",  # the number of groups says it
+    "moe_router_load_balancing_type",  # but sinkhorn, below
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
+    "moe_input_jitter_eps",
+    "moe_router_dtype",
+    "moe_token_dispatcher_type",
+    "moe_per_layer_logging",
+    "moe_use_upcycling",
 }
 """Fields of `ModelConfig` that don't decide what the network computes in evaluation."""
+_FLAG_OF = {"sinkhorn": "moe_router_load_balancing_type"}
 _ROTARY = {
     "rotary_base",
     "rotary_percent",
@@ -95,6 +106,10 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
     result["window_size"] = bounded_window(model)
     for name in ("add_qkv_bias", "add_proj_bias"):
         result[name] = result[name] or model.add_bias_linear
+    if model.num_experts is None:
+        result = {name: value for name, value in result.items() if not name.startswith("moe_")}
+    else:
+        result |= {"moe_layer_freq": expert_layers(model), "sinkhorn": "sinkhorn" in balancing(model)}
     without = set(idle_scaling(model)) | (set() if model.position_embedding_type in ROTARY else _ROTARY)
     return {name: value for name, value in result.items() if name not in without}
 
@@ -149,7 +164,7 @@ def _differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     fields = all_fields()
     missing = object()
     return [
-        fields[f"model.{name}"].show(getattr(model, name))
+        fields[f"model.{_FLAG_OF.get(name, name)}"].show(getattr(model, _FLAG_OF.get(name, name)))
         for name, value in mine.items()
         if theirs.get(name, missing) != value
     ]

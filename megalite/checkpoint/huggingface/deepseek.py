@@ -1,4 +1,4 @@
-"""What DeepSeek-V2 and V3 have beside Llama: multi-latent attention (DeepSeek-AI 2024), and experts, which are refused.
+"""What DeepSeek-V2 and V3 have beside Llama: multi-latent attention and experts (DeepSeek-AI 2024).
 
 Key idea: their latent vectors' norms have an epsilon that no field says, so only networks with that one are theirs.
 """
@@ -9,15 +9,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megalite.checkpoint.huggingface.architecture import Same, read_same, write_same
+from megalite.checkpoint.huggingface.experts import TRAINING, expert_names, layer_pattern, shared_names
 from megalite.checkpoint.huggingface.fields import Fields
 from megalite.checkpoint.huggingface.parts import Rule, same, stacked
-from megalite.config.resolve import head_widths
+from megalite.config.resolve import expert_layers, head_widths
 from megalite.config.schema import ModelConfig
 
 _OURS, _THEIRS = "decoder.layers.{n}.self_attention", "model.layers.{n}.self_attn"
 _EPSILON = 1e-6
 
-LATENT_NAMES: dict[str, Rule] = {
+NAMES: dict[str, Rule] = {
     f"{_OURS}.linear_q_proj.weight": stacked(f"{_THEIRS}.q_proj.weight"),
     f"{_OURS}.linear_q_down_proj.weight": same(f"{_THEIRS}.q_a_proj.weight"),
     f"{_OURS}.q_layernorm.weight": same(f"{_THEIRS}.q_a_layernorm.weight"),
@@ -25,6 +26,9 @@ LATENT_NAMES: dict[str, Rule] = {
     f"{_OURS}.linear_kv_down_proj.weight": same(f"{_THEIRS}.kv_a_proj_with_mqa.weight"),
     f"{_OURS}.kv_layernorm.weight": same(f"{_THEIRS}.kv_a_layernorm.weight"),
     f"{_OURS}.linear_kv_up_proj.weight": stacked(f"{_THEIRS}.kv_b_proj.weight"),
+    **expert_names("model.layers.{n}.mlp"),
+    **shared_names("model.layers.{n}.mlp.shared_experts"),
+    "decoder.layers.{n}.mlp.router.expert_bias": same("model.layers.{n}.mlp.gate.e_score_correction_bias"),
 }
 
 _SAME = {
@@ -33,11 +37,10 @@ _SAME = {
     "qk_rope_head_dim": Same("qk_pos_emb_head_dim", int, 64),
     "v_head_dim": Same("v_head_dim", int, 128),
 }
-_OF_EXPERTS = """
-    aux_loss_alpha ep_size moe_intermediate_size moe_layer_freq n_group n_routed_experts n_shared_experts norm_topk_prob
-    num_experts_per_tok num_local_experts output_router_logits router_aux_loss_coef routed_scaling_factor scoring_func
-    seq_aux topk_group topk_method
-"""
+_OF_EXPERTS = (
+    *("moe_intermediate_size", "moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob"),
+    *("num_experts_per_tok", "routed_scaling_factor", "scoring_func", "topk_group", "topk_method"),
+)
 _AHEAD = ("num_mtp_layers", "num_nextn_predict_layers")  # layers that language modelling doesn't use
 
 
@@ -53,7 +56,7 @@ def differences(*, dense_layers: int, chooses_pairs: bool) -> Differences:
     rotated together; else they are neighbours."""
 
     def read(fields: Fields, shared: dict[str, Any]) -> dict[str, Any]:
-        _read_experts(fields, shared["num_layers"], dense_layers)
+        experts = _read_experts(fields, shared["num_layers"], dense_layers, sigmoid=chooses_pairs)
         fields.choose("attention_bias", (False,), False)
         fields.drop("auto_map", *_AHEAD)  # its own code is that of transformers by now
         result = read_same(fields, _SAME)
@@ -67,6 +70,7 @@ def differences(*, dense_layers: int, chooses_pairs: bool) -> Differences:
             fields.refuse("rms_norm_eps", shared["norm_epsilon"], f"only {_EPSILON}, as the latent vectors' norms have")
         return {
             **result,
+            **experts,
             "multi_latent_attention": True,
             "qk_layernorm": True,
             "rotary_interleaved": pairs,
@@ -80,16 +84,61 @@ def differences(*, dense_layers: int, chooses_pairs: bool) -> Differences:
             "head_dim": model.qk_pos_emb_head_dim,
             "qk_head_dim": head_widths(model)[0],
             "attention_bias": False,
-            "first_k_dense_replace": model.num_layers,
+            **_write_experts(model, sigmoid=chooses_pairs),
         }
         return {**written, "rope_interleave": model.rotary_interleaved} if chooses_pairs else written
 
     return Differences(read, write)
 
 
-def _read_experts(fields: Fields, layers: int, dense_layers: int) -> None:
-    """Refuse layers with experts; without any the fields of experts mean nothing."""
+def _read_experts(fields: Fields, layers: int, dense_layers: int, sigmoid: bool) -> dict[str, Any]:
+    """Experts in all layers but the first ones, with shared ones. Without any the fields of experts mean nothing.
+    `sigmoid`: as V3 scores them; V2 takes the softmax over all."""
     dense = fields.take("first_k_dense_replace", int, dense_layers, minimum=0)
-    if dense < layers and fields.values.get("n_routed_experts", 1):
-        fields.refuse("first_k_dense_replace", dense, f"routed experts aren't; all {layers} layers must be dense")
-    fields.drop(*_OF_EXPERTS.split())
+    fields.drop(*TRAINING, "ep_size", "num_local_experts")
+    if dense >= layers or not fields.values.get("n_routed_experts", 1):
+        fields.drop(*_OF_EXPERTS)
+        return {}
+    fields.choose("moe_layer_freq", (1,), 1)
+    fields.choose("scoring_func", ("sigmoid",) if sigmoid else ("softmax",), "sigmoid" if sigmoid else "softmax")
+    fields.choose("norm_topk_prob", (sigmoid,), sigmoid)
+    method = fields.take("topk_method", str, "noaux_tc" if sigmoid else "greedy")
+    topk, width = fields.take("num_experts_per_tok", int, 8), fields.take("moe_intermediate_size", int, 2048)
+    groups, chosen = fields.take("n_group", int, 8, nullable=True), fields.take("topk_group", int, 4, nullable=True)
+    limited = method != "greedy" and (groups or 1) > 1
+    if limited and chosen is not None and topk // chosen != (2 if sigmoid else 1):
+        fields.refuse("num_experts_per_tok", topk, f"{2 if sigmoid else 1} of each of topk_group {chosen} groups are")
+    shared = fields.take("n_shared_experts", int, 1, nullable=True)
+    return {
+        "num_experts": fields.take("n_routed_experts", int, 256),
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": shared * width if shared else None,
+        "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
+        "moe_router_pre_softmax": not sigmoid,
+        "moe_router_enable_expert_bias": sigmoid,
+        "moe_router_topk_scaling_factor": fields.take("routed_scaling_factor", float, 2.5 if sigmoid else 1.0),
+        "moe_router_num_groups": groups if limited else None,
+        "moe_router_group_topk": chosen if limited else None,
+        "moe_layer_freq": layer_pattern([number >= dense for number in range(layers)]),
+    }
+
+
+def _write_experts(model: ModelConfig, sigmoid: bool) -> dict[str, Any]:
+    if model.num_experts is None:
+        return {"first_k_dense_replace": model.num_layers}
+    groups, width = model.moe_router_num_groups, model.moe_ffn_hidden_size or 1
+    return {
+        "first_k_dense_replace": expert_layers(model).index(True),
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid" if sigmoid else "softmax",
+        "norm_topk_prob": sigmoid,
+        "topk_method": "noaux_tc" if sigmoid else "greedy" if groups is None else "group_limited_greedy",
+        "num_experts_per_tok": model.moe_router_topk,
+        "moe_intermediate_size": model.moe_ffn_hidden_size,
+        "n_group": groups or 1,
+        "topk_group": model.moe_router_group_topk or 1,
+        "n_routed_experts": model.num_experts,
+        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // width or None,
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+    }

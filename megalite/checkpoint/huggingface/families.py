@@ -16,7 +16,16 @@ from megalite.checkpoint.huggingface.architecture import (
     read_same,
     write_same,
 )
-from megalite.checkpoint.huggingface.deepseek import LATENT_NAMES, differences
+from megalite.checkpoint.huggingface.deepseek import NAMES as DEEPSEEK_NAMES
+from megalite.checkpoint.huggingface.deepseek import differences
+from megalite.checkpoint.huggingface.experts import (
+    expert_names,
+    read_mixtral,
+    read_qwen,
+    shared_names,
+    write_mixtral,
+    write_qwen,
+)
 from megalite.checkpoint.huggingface.fields import Fields
 from megalite.checkpoint.huggingface.gpt2 import GPT2
 from megalite.checkpoint.huggingface.parts import Rule, gate_and_up, same, split_qkv, stacked
@@ -158,7 +167,7 @@ def _write_biases(model: ModelConfig) -> dict[str, Any]:
 def _read_qwen_window(fields: Fields, shared: dict[str, Any]) -> dict[str, Any]:
     """`window_size` from Qwen's four fields. A window on some layers only is refused."""
     used = fields.take("use_sliding_window", bool, False)
-    window = fields.take("sliding_window", int, 4096, nullable=True)
+    window = fields.take("sliding_window", int, 4096, nullable=True, minimum=0)
     first = fields.take("max_window_layers", int, 28, minimum=0)
     kinds = fields.take("layer_types", list, None)
     if kinds is None:
@@ -222,6 +231,57 @@ _QWEN3 = _relative(
     head_dim=128,
 )
 
+# Mixtral (Jiang et al. 2024): Mistral with experts.
+_MIXTRAL = _relative(
+    "mixtral",
+    "MixtralForCausalLM",
+    expert_names(f"{THEIRS}.block_sparse_moe", "w1", "w3", "w2"),
+    lambda fields, shared: {
+        "window_size": _window_text(fields.take("sliding_window", int, None, nullable=True)),
+        **read_mixtral(fields, shared),
+    },
+    lambda model: {"sliding_window": _window_tokens(model), **write_mixtral(model)},
+    groups=8,
+    positions=131072,
+    epsilon=1e-5,
+)
+
+# Qwen2-MoE and Qwen3-MoE: experts in the layers of Qwen2, with shared ones behind a gate, and of Qwen3.
+_QWEN2_MOE = _relative(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    {
+        **_QKV_BIAS,
+        **expert_names(f"{THEIRS}.mlp"),
+        **shared_names(f"{THEIRS}.mlp.shared_expert"),
+        f"{OURS}.mlp.shared_experts.gate_weight": same(f"{THEIRS}.mlp.shared_expert_gate.weight"),
+    },
+    lambda fields, shared: {
+        "add_qkv_bias": fields.take("qkv_bias", bool, True),
+        "moe_shared_expert_intermediate_size": fields.take("shared_expert_intermediate_size", int, 5632),
+        "moe_shared_expert_gate": True,
+        **read_qwen(fields, shared, 60, 4, 1408),
+        **_read_qwen_window(fields, shared),
+    },
+    lambda model: {
+        "qkv_bias": model.add_qkv_bias,
+        "shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        **write_qwen(model),
+        **_write_qwen_window(model),
+    },
+    groups=16,
+    positions=32768,
+)
+_QWEN3_MOE = _relative(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    {**_QK_NORMS, **expert_names(f"{THEIRS}.mlp")},
+    lambda fields, shared: {**read_qwen(fields, shared, 128, 8, 768), **_read_qwen3(fields, shared)},
+    lambda model: {**write_qwen(model), **_write_qwen_window(model), "attention_bias": False},
+    groups=4,
+    positions=32768,
+)
+
 # GLM-4 (GLM team 2024), successor of ChatGLM: a part of each head rotated in neighbouring pairs, gate and up fused; its
 # attention_bias is of queries, keys and values alone.
 _GLM = _relative(
@@ -241,7 +301,7 @@ _GLM = _relative(
 _DEEPSEEK_V3 = _relative(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    LATENT_NAMES,
+    DEEPSEEK_NAMES,
     *differences(dense_layers=3, chooses_pairs=True),
     groups=None,
     positions=4096,
@@ -249,13 +309,13 @@ _DEEPSEEK_V3 = _relative(
 _DEEPSEEK_V2 = _relative(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
-    LATENT_NAMES,
+    DEEPSEEK_NAMES,
     *differences(dense_layers=0, chooses_pairs=False),
     groups=None,
     positions=2048,
 )
 
-ARCHITECTURES = {
-    one.model_type: one for one in (GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GLM, _DEEPSEEK_V3, _DEEPSEEK_V2)
-}
+_DENSE = GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GLM
+_ALL = *_DENSE, _MIXTRAL, _QWEN3_MOE, _QWEN2_MOE, _DEEPSEEK_V3, _DEEPSEEK_V2
+ARCHITECTURES = {one.model_type: one for one in _ALL}
 """By `model_type`; where several can express a network, the first is written."""

@@ -169,3 +169,28 @@ def gate_and_up(gate: str, up: str) -> Rule:
 def stacked(name: str) -> Rule:
     """[n, inner, ...], such as gate and up or a matrix for each head, stored as [n x inner, ...]."""
     return lambda shape: (_plain(name, ((shape[0], shape[1]), *_whole(shape[2:]))),)
+
+
+def of_experts(name: str) -> Rule:
+    """[experts, ...], stored as a tensor for each expert; `{e}` is its number."""
+
+    def rule(shape: Shape) -> tuple[Part, ...]:
+        zeros, factors = (0,) * (len(shape) - 1), ((1, shape[1]), *_whole(shape[2:]))
+        return tuple(_plain(name.replace("{e}", str(e)), factors, (e, *zeros)) for e in range(shape[0]))
+
+    return rule
+
+
+def gates_and_ups(gate: str, up: str) -> Rule:
+    """[experts, 2, inner, ...], stored as two tensors for each expert."""
+
+    def rule(shape: Shape) -> tuple[Part, ...]:
+        experts, _, inner, *rest = shape
+        zeros, factors = (0,) * (len(rest) + 1), ((1, 1, inner), *_whole(rest))
+        return tuple(
+            _plain(name.replace("{e}", str(e)), factors, (e, half, *zeros))
+            for e in range(experts)
+            for half, name in enumerate((gate, up))
+        )
+
+    return rule

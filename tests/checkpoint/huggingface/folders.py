@@ -29,6 +29,7 @@ LATENT = {
     "first_k_dense_replace": 2,
 }
 """Fields of DeepSeek's attention, and no experts."""
+EXPERTS = {"moe_intermediate_size": 12, "num_experts_per_tok": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {}),
     "gpt2, exact gelu, own width, untied": (
@@ -110,6 +111,53 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "mscale_all_dim": 1.0,
             },
         },
+    ),
+    "deepseek v3, experts": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            **EXPERTS,
+            "q_lora_rank": 20,
+            "n_routed_experts": 8,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "deepseek v2, experts": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            **EXPERTS,
+            "q_lora_rank": None,
+            "n_routed_experts": 6,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 6, "rms_norm_eps": 1e-5}),
+    "qwen2 moe": (
+        "Qwen2Moe",
+        {
+            **EXPERTS,
+            "num_key_value_heads": 2,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 24,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        {**EXPERTS, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "norm_topk_prob": True},
+    ),
+    "qwen3 moe, a dense layer, weights as they are": (
+        "Qwen3Moe",
+        {**EXPERTS, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "mlp_only_layers": [1]},
     ),
     "glm": ("Glm", {"num_key_value_heads": 2, "head_dim": 8}),
     "glm, a quarter turned, no bias": (

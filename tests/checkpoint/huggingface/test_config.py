@@ -333,7 +333,10 @@ DEEPSEEK = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"first_k_dense_replace": 1}, "first_k_dense_replace 1 is not supported: routed experts aren't"),
+        (
+            {"first_k_dense_replace": 1, "num_experts_per_tok": 2, "topk_group": 2},
+            "num_experts_per_tok 2 is not supported: 2 of each of topk_group 2 groups are",
+        ),
         ({"num_key_value_heads": 2}, "num_key_value_heads 2 is not supported: every head has keys of its own"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 is not supported: only 1e-06, as the latent vectors' norms have"),
         ({"attention_bias": True}, "attention_bias True is not supported"),
