@@ -95,8 +95,8 @@ def llama_like(kind: str, **overrides: Any) -> nn.Module:
         "attn_implementation": "sdpa",
     }
     config = getattr(transformers, f"{kind}Config")(**{**fields, **overrides})
-    config._experts_implementation = "eager"  # the grouped kernels know no float64
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model.set_experts_implementation("eager")  # the grouped kernels know no float64
     randomize(model)
     return model.eval()
 

@@ -38,7 +38,7 @@ def compare(ours: GPTStage, theirs: nn.Module, precision: Precision, tokens: Ten
     assert (a - b).abs().max() < TOLERANCE[precision.name]
 
 
-IN_FP32 = ("llama 3 scaling", "deepseek v2")
+IN_FP32 = ("llama 3 scaling", "deepseek v2", "deepseek v3, experts", "mixtral", "qwen2 moe", "qwen3 moe")
 GPT2 = {"openai_gelu": True}
 
 
@@ -83,8 +83,8 @@ def described(theirs: nn.Module, precision: Precision, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("case", "precision"),
-    # transformers computes these frequencies, and DeepSeek-V2's rotation, in fp32 even in a double model: no truth in
-    # fp64.
+    # transformers computes these frequencies, DeepSeek-V2's rotation and routers' scores in fp32 even in a double model:
+    # no truth in fp64.
     [(case, p) for case in CASES for p in (FP32, FP64) if p is FP32 or not case.startswith(IN_FP32)],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
