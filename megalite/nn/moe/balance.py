@@ -7,37 +7,14 @@ shares of the global loss follow from the counts of the whole global batch, so t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megalite.distributed.collectives import all_gather_objects, all_reduce
 from megalite.distributed.mesh import Mesh
-from megalite.nn.moe.routing import Routing
-
-if TYPE_CHECKING:
-    from megalite.nn.moe.router import Router
-
-_SUMS = ("balance", "z", "entropy", "tokens", "dropped")
-
-
-class LoadFigures:
-    """Of a router and a step: choices by expert, and sums over this rank's tokens."""
-
-    def __init__(self, experts: int, dtype: torch.dtype, device: torch.device):
-        self.values = torch.zeros(experts + len(_SUMS), dtype=dtype, device=device)
-
-    @torch.no_grad()
-    def add(self, routing: Routing, probabilities: Tensor, balance: Tensor, z: Tensor) -> None:
-        """A micro-batch. The losses: times its number of samples."""
-        experts = len(self.values) - len(_SUMS)
-        chosen = routing.experts.flatten()
-        self.values[:experts] += torch.bincount(chosen, minlength=experts)
-        entropy = -torch.special.xlogy(probabilities, probabilities).sum()
-        dropped = balance.new_zeros(()) if routing.kept is None else (~routing.kept).sum()
-        tokens = balance.new_full((), len(routing.experts))
-        self.values[experts:] += torch.stack([balance, z, entropy, tokens, dropped]).to(self.values.dtype)
+from megalite.nn.moe.figures import SUMS
+from megalite.nn.moe.router import Router
 
 
 class LoadBalance:
@@ -76,7 +53,7 @@ class LoadBalance:
         mine: dict[str, float] = {}
         if self._sums is not None:
             for number, row in zip(self.routers, self._sums.tolist(), strict=True):
-                counts, (balance, z, entropy, tokens, dropped) = row[: -len(_SUMS)], row[-len(_SUMS) :]
+                counts, (balance, z, entropy, tokens, dropped) = row[: -len(SUMS)], row[-len(SUMS) :]
                 chosen = sum(counts)
                 values = {
                     "max_over_mean": max(counts) * len(counts) / chosen,

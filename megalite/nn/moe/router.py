@@ -18,8 +18,8 @@ from megalite.distributed.collectives import all_reduce, start_all_gather
 from megalite.distributed.mesh import Group
 from megalite.distributed.param_spec import ZEROS, Init, ParamSpec, replicated
 from megalite.nn.module import Build, ShardedModule
-from megalite.nn.moe.balance import LoadFigures
 from megalite.nn.moe.choice import capacity_mask, limited_to_groups, sinkhorn
+from megalite.nn.moe.figures import LoadFigures
 from megalite.nn.moe.routing import Routing
 from megalite.nn.tokens import Tokens
 
