@@ -83,8 +83,8 @@ def described(theirs: nn.Module, precision: Precision, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("case", "precision"),
-    # transformers computes these frequencies, DeepSeek-V2's rotation and routers' scores in fp32 even in a double model:
-    # no truth in fp64.
+    # transformers computes these frequencies, DeepSeek-V2's rotation and routers' scores in fp32 even in a double
+    # model: no truth in fp64.
     [(case, p) for case in CASES for p in (FP32, FP64) if p is FP32 or not case.startswith(IN_FP32)],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
