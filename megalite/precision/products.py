@@ -75,7 +75,7 @@ class Products:
     def grouped_output(self, x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
         """x W^T with a matrix of `matrices` [groups, out, in] for each group of rows: [n, in] → [n, out], where so many
         rows (`counts`) after one another are of a group."""
-        if _is_grouped_by_torch(x):
+        if _is_grouped_by_torch(x, *matrices.shape[1:]):
             return torch._grouped_mm(x, matrices.transpose(1, 2), offs=_ends(counts, x.device))
         result = x.new_empty(x.shape[0], matrices.shape[1])
         for part, matrix, rows in zip(result.split(counts), matrices, x.split(counts), strict=True):
@@ -89,7 +89,7 @@ class Products:
     @torch.no_grad()
     def add_grouped_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, counts: Sequence[int]) -> None:
         """Add the matrices' gradients to `total` [groups, out, in], which may be of a wider dtype."""
-        if _is_grouped_by_torch(x):
+        if _is_grouped_by_torch(x, *total.shape[1:]):
             total.add_(torch._grouped_mm(grad.t(), x, offs=_ends(counts, x.device)))
             return
         for part, of_grad, of_x in zip(total, grad.split(counts), x.split(counts), strict=True):
@@ -97,9 +97,9 @@ class Products:
                 self.add_weight_gradient(part, Factor(of_grad), Factor(of_x))
 
 
-def _is_grouped_by_torch(x: Tensor) -> bool:
-    """Whether one kernel takes all groups; on a CPU it is a loop as well."""
-    return x.is_cuda and x.dtype == torch.bfloat16
+def _is_grouped_by_torch(x: Tensor, *widths: int) -> bool:
+    """Whether one kernel takes all groups: it wants rows of whole 16 bytes. On a CPU it is a loop as well."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and all(width * x.element_size() % 16 == 0 for width in widths)
 
 
 def _ends(counts: Sequence[int], device: torch.device) -> Tensor:

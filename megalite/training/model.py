@@ -64,7 +64,8 @@ class TrainedModel:
                 piece = piece._replace(code=Code(compute, partial(Tensor.to, dtype=compute)))
             yield piece._replace(name=f"model.{name}")
         if state:
-            for key, piece in itertools.chain(self.optimizer.named_state(to_fill=to_fill), self.scaling.state()):
+            kinds = self.optimizer.named_state(to_fill=to_fill), self.scaling.state(), self.balance.state()
+            for key, piece in itertools.chain(*kinds):
                 yield piece._replace(name=f"optimizer.{key}")
 
     @cached_property

@@ -243,7 +243,8 @@ def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress
         histories = {f"optimizer.{key}": piece.spec.shape for key, piece in model.scaling.state()}
         missing = {key for key, shape in histories.items() if key not in stored or stored[key].shape != shape}
         notes += _anew_note(directory, len(missing), model)
-        new |= missing
+        shares = {f"optimizer.{key}" for key, _ in model.balance.state()}  # without: equal ones
+        new |= missing | (shares - stored.keys())
     pieces = _named_by_source((piece for piece in entries if piece.name not in new), directory, model)
     load_checkpoint(directory, mesh=model.mesh, pieces=pieces, strict=not new_head)
     model.scaling.loaded()  # first: weights that are stored in FP8 are rounded by it

@@ -59,8 +59,7 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     check_files(source, index.files)
     tensors = {key.removeprefix(_PREFIX): info for key, info in index.tensors.items() if key.startswith(_PREFIX)}
     left_out = [name for name in tensors if name.startswith(MULTI_TOKEN)]
-    of_training = {name for name in tensors if name.endswith(".router.load")}
-    tensors = {name: info for name, info in tensors.items() if name not in (*left_out, *of_training)}
+    tensors = {name: info for name, info in tensors.items() if name not in left_out}
     config = read_checkpoint_config(source)
     if EMBEDDING not in tensors:
         raise CheckpointError(f"{source.path} {_what_it_is(config, target)}")

@@ -6,13 +6,15 @@ shares of the global loss follow from the counts of the whole global batch, so t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from megalite.distributed.collectives import all_gather_objects, all_reduce
 from megalite.distributed.mesh import Mesh
+from megalite.distributed.param_spec import ParamSpec, Place, replicated
+from megalite.distributed.pieces import Piece, whole
 from megalite.nn.moe.figures import SUMS
 from megalite.nn.moe.router import Router
 
@@ -46,6 +48,15 @@ class LoadBalance:
                 router.expert_bias.add_((counts.mean() - counts).sign(), alpha=self._rate)
             if router.load is not None:
                 router.load.copy_(counts / counts.sum())
+
+    def state(self) -> Iterator[tuple[str, Piece]]:
+        """(`router_load.layer`, piece) of the shares. Writing into them loads them."""
+        place = Place(self._mesh.layout, self._mesh.rank)
+        for number, router in self.routers.items():
+            if router.load is not None:
+                shape = tuple(router.load.shape)
+                key = f"router_load.{number}"
+                yield key, whole(key, router.load, ParamSpec(shape, shape, replicated(shape, place)))
 
     def figures(self, samples: int) -> dict[str, float]:
         """Of a step of so many samples, by `layer/name`: tokens of the fullest expert over the mean, share of dropped

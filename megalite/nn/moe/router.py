@@ -59,8 +59,8 @@ class Router(ShardedModule):
         self.balancing = balancing(config)
         of_load = "global_aux_loss" in self.balancing
         self.expert_bias = self.add_state("expert_bias", (self.experts,), ZEROS, build) if biased else None
-        even = Init("constant", value=1.0 / self.experts)
-        self.load = self.add_state("load", (self.experts,), even, build) if of_load else None
+        even = torch.full((self.experts,), 1.0 / self.experts, dtype=build.precision.wide, device=build.mesh.device)
+        self.load = even if of_load else None
         self.figures = LoadFigures(self.experts, build.precision.wide, build.mesh.device)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
