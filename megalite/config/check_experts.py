@@ -31,9 +31,28 @@ def expert_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             expert_layers(model)
         except ValueError as error:
             yield f"--moe-layer-freq: {error}"
+    yield from _upcycling_problems(config)
     yield from _router_problems(config)
     yield from _balancing_problems(config)
     yield from _grid_problems(config, world_size)
+
+
+def _upcycling_problems(config: RunConfig) -> Iterator[str]:
+    model, checkpoint = config.model, config.checkpoint
+    if not model.moe_use_upcycling:
+        return
+    flag, inner = "--moe-use-upcycling", ffn_width(model)
+    if not (config.finetune.load_hf or checkpoint.load or checkpoint.pretrained_checkpoint):
+        yield f"{flag} needs a dense model to start from: give --pretrained-checkpoint, --load-hf or --load"
+    if model.moe_ffn_hidden_size not in (None, inner):
+        yield (
+            f"--moe-ffn-hidden-size {model.moe_ffn_hidden_size} must be --ffn-hidden-size {inner} with {flag}: each "
+            "expert starts as a copy of the dense MLP"
+        )
+    if model.moe_shared_expert_intermediate_size is not None:
+        yield f"--moe-shared-expert-intermediate-size can't be used with {flag}: a dense model has nothing to fill it"
+    if config.peft.peft != "none":
+        yield f"--peft {config.peft.peft} can't be used with {flag}, whose routers start random and must be trained"
 
 
 def _router_problems(config: RunConfig) -> Iterator[str]:
