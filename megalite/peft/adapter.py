@@ -62,8 +62,8 @@ class AdapterPlan:
 
     @property
     def caution(self) -> str:
-        """What to know of a saved adapter. In DeepSeek-V3, for one, transformers 5 has no linear layers in the experts
-        any more, and PEFT 0.21 takes every target of such a name for one of an old adapter's there."""
+        """What to know of a saved adapter. In DeepSeek-V3, for one, transformers 5 has no linear layers in the experts,
+        and PEFT 0.21 takes every target of such a name for one of an older adapter there."""
         names = sorted(MLP_PARTS & self.scales.keys()) if self.model.num_experts is not None else []
         if not names:
             return ""

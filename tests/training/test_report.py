@@ -27,12 +27,15 @@ COMMAND = (
     "--vocab-size 100 --device cpu --preset"
 )
 
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 40}
 
+
+@pytest.mark.parametrize("more", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("peft", ["none", "lora", "prefix", "prompt"])
-def test_what_is_predicted_without_a_model_is_what_the_model_then_holds(peft: str) -> None:
-    prepared = prepare_config(resolve(adapter_config(peft), 1), Environment())
+def test_what_is_predicted_without_a_model_is_what_the_model_then_holds(peft: str, more: dict[str, Any]) -> None:
+    prepared = prepare_config(resolve(adapter_config(peft, **more), 1), Environment())
     (predicted,) = memory_by_stage(prepared.config, prepared.vocab_size, prepared.backend, 1, prepared.device)
-    run = build(adapter_config(peft))
+    run = build(adapter_config(peft, **more))
     run.close()
     parameters = [parameter for stage in run.model.stages for parameter in stage.parameters()]
     trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
@@ -100,7 +103,6 @@ def test_parameters_are_sent_in_the_format_that_is_gathered(pool: ProcessPool, s
         assert (sent == (4 + 2) * elements / 2) != stored
 
 
-EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 40}
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 
 
