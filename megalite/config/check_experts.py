@@ -9,6 +9,7 @@ from megalite.config.resolve import balancing, data_parallel_size, expert_layers
 from megalite.config.schema import RunConfig
 
 _LAYOUT = ("layout.expert_model_parallel_size", "layout.expert_tensor_parallel_size")
+_COUNTED = "group_score_topk"
 _LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -31,9 +32,28 @@ def expert_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             expert_layers(model)
         except ValueError as error:
             yield f"--moe-layer-freq: {error}"
+    yield from _upcycling_problems(config)
     yield from _router_problems(config)
     yield from _balancing_problems(config)
     yield from _grid_problems(config, world_size)
+
+
+def _upcycling_problems(config: RunConfig) -> Iterator[str]:
+    model, checkpoint = config.model, config.checkpoint
+    if not model.moe_use_upcycling:
+        return
+    flag, inner = "--moe-use-upcycling", ffn_width(model)
+    if not (config.finetune.load_hf or checkpoint.load or checkpoint.pretrained_checkpoint):
+        yield f"{flag} needs a dense model to start from: give --pretrained-checkpoint, --load-hf or --load"
+    if model.moe_ffn_hidden_size not in (None, inner):
+        yield (
+            f"--moe-ffn-hidden-size {model.moe_ffn_hidden_size} must be --ffn-hidden-size {inner} with {flag}: each "
+            "expert starts as a copy of the dense MLP"
+        )
+    if model.moe_shared_expert_intermediate_size is not None:
+        yield f"--moe-shared-expert-intermediate-size can't be used with {flag}: a dense model has nothing to fill it"
+    if config.peft.peft != "none":
+        yield f"--peft {config.peft.peft} can't be used with {flag}, whose routers start random and must be trained"
 
 
 def _router_problems(config: RunConfig) -> Iterator[str]:
@@ -48,19 +68,30 @@ def _router_problems(config: RunConfig) -> Iterator[str]:
         )
     if model.moe_router_enable_expert_bias and not sigmoid:
         yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
-    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
-    if (groups is None) != (chosen is None):
-        yield "--moe-router-num-groups and --moe-router-group-topk need each other: give both or neither"
-    elif groups is not None and chosen is not None:
-        if experts % groups:
-            yield f"--moe-router-num-groups {groups} does not divide --num-experts {experts}"
-        elif chosen > groups or topk % chosen or topk // chosen > experts // groups:
-            yield (
-                f"--moe-router-group-topk {chosen} must be at most --moe-router-num-groups {groups}, divide "
-                f"--moe-router-topk {topk}, and leave each group at most its {experts // groups} experts"
-            )
+    yield from _group_problems(config, experts)
     if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
         yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"
+
+
+def _group_problems(config: RunConfig, experts: int) -> Iterator[str]:
+    model, topk = config.model, config.model.moe_router_topk
+    groups, chosen, counted = (getattr(model, f"moe_router_{name}") for name in ("num_groups", "group_topk", _COUNTED))
+    yield from needs(config, chosen is not None, "--moe-router-group-topk", f"model.moe_router_{_COUNTED}")
+    if (groups is None) != (chosen is None):
+        yield "--moe-router-num-groups and --moe-router-group-topk need each other: give both or neither"
+    if groups is None or chosen is None:
+        return
+    each = experts // groups
+    if experts % groups:
+        yield f"--moe-router-num-groups {groups} does not divide --num-experts {experts}"
+    elif chosen > groups or topk > chosen * each or (counted is None and topk % chosen):
+        yield (
+            f"--moe-router-group-topk {chosen} must be at most --moe-router-num-groups {groups}, divide "
+            f"--moe-router-topk {topk} (unless --moe-router-group-score-topk is given), and leave each group at most "
+            f"its {each} experts"
+        )
+    elif counted is not None and counted > each:
+        yield f"--moe-router-group-score-topk {counted} is above the {each} experts of a group"
 
 
 def _balancing_problems(config: RunConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ Precedence, lowest first: defaults, `--preset`, the checkpoint with `--use-check
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from megalite.config.flags import parse_flags
 from megalite.config.presets import preset_fields
 from megalite.config.resolve import drop_idle, resolve
 from megalite.config.schema import ROTARY, CheckpointConfig, ModelConfig, RunConfig, TokenizerConfig
+from megalite.config.schema_experts import ExpertFields
 from megalite.config.schema_finetune import FinetuneConfig, unnamed_classes
 
 # What `RunConfig.to_dict` wrote into the checkpoint that these flags choose; None where there is no checkpoint.
@@ -42,7 +44,14 @@ class Loaders:
 
 
 ACTIVATIONS = {"swiglu", "squared_relu", "openai_gelu"}
-NOT_FROM_CHECKPOINT = {"preset", "attention_backend", "attention_softmax_in_fp32", "init_method_std", "label_smoothing"}
+NOT_FROM_CHECKPOINT = {
+    "preset",
+    "attention_backend",
+    "attention_softmax_in_fp32",
+    "init_method_std",
+    "label_smoothing",
+    "moe_use_upcycling",  # how a run began
+}
 # What a pretrained network says, and the command line may say otherwise.
 MAY_DIFFER = {"init_method_std", "hidden_dropout", "attention_dropout"}
 # What it doesn't say.
@@ -53,6 +62,8 @@ NOT_FROM_BASE_MODEL = {
     "label_smoothing",
     "make_vocab_size_divisible_by",
 }
+# What an upcycled model has beside the dense one.
+_OF_EXPERTS = {f"model.{field.name}" for field in dataclasses.fields(ExpertFields)}
 
 FEW = 2  # up to so many missing flags, each is a line of its own
 
@@ -148,6 +159,11 @@ def fill_from_base_model(
     """
     problems = [] if classes is None else _take_classes(config, classes)
     network = {f"model.{name}": value for name, value in vars(model).items() if name not in NOT_FROM_BASE_MODEL}
+    if config.model.moe_use_upcycling:
+        if model.num_experts is not None:
+            source = f"--load-hf {config.finetune.load_hf}"
+            problems.append(f"{source} has experts already: leave out --moe-use-upcycling, which needs a dense model")
+        network = {path: value for path, value in network.items() if path not in _OF_EXPERTS}
     free = {f"model.{name}" for name in MAY_DIFFER}
     if model.position_embedding_type in ROTARY:
         free.add("model.max_position_embeddings")

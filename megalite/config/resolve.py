@@ -171,6 +171,8 @@ def _resolve_model(config: RunConfig) -> None:
         model.ffn_hidden_size = width
         if model.num_experts is not None and model.moe_ffn_hidden_size is None:
             model.moe_ffn_hidden_size = width
+    if model.moe_router_group_topk and model.moe_router_group_score_topk is None:
+        model.moe_router_group_score_topk = model.moe_router_topk // model.moe_router_group_topk
     if model.num_attention_heads:
         if model.multi_latent_attention:
             model.kv_channels = head_widths(model)[0]

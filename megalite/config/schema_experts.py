@@ -33,6 +33,9 @@ class ExpertFields:
     )
     moe_router_num_groups: int | None = flag(None, "groups of experts that a token chooses between first")
     moe_router_group_topk: int | None = flag(None, "groups that a token's experts may lie in")
+    moe_router_group_score_topk: int | None = flag(
+        None, "best experts whose scores together are a group's; default --moe-router-topk / --moe-router-group-topk"
+    )
     moe_router_dtype: str | None = flag(
         None, "number format of the router's product and scores", choices=("fp32", "fp64")
     )

@@ -20,6 +20,7 @@ from megalite.checkpoint.huggingface.load import load_huggingface
 from megalite.checkpoint.huggingface.travel import tokenizer_of
 from megalite.checkpoint.huggingface.weights import OUTPUT
 from megalite.checkpoint.planner import parameter_name
+from megalite.checkpoint.upcycling import is_of_router, of_dense
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import ModelConfig, TokenizerConfig
 from megalite.config.schema_finetune import FinetuneConfig
@@ -51,10 +52,11 @@ def check_base_weights(folder: str) -> list[str]:
         return [f"--load-hf: {error}"]
 
 
-def base_names(folder: str, names: Iterable[str]) -> set[str]:
-    """Which of a model's parameters take their values from the folder: all but a head that it hasn't."""
+def base_names(folder: str, names: Iterable[str], *, upcycled: bool) -> set[str]:
+    """Which of a model's parameters take their values from the folder: all but a head that it hasn't. `upcycled`: and
+    but routers."""
     has_head = read_huggingface_config(folder, None).classes is not None
-    return {name for name in names if name != HEAD or has_head}
+    return {name for name in names if (name != HEAD or has_head) and not (upcycled and is_of_router(name))}
 
 
 def read_adapter_flags(folder: str) -> dict[str, Any]:
@@ -67,12 +69,18 @@ def read_adapter_flags(folder: str) -> dict[str, Any]:
 
 
 def load_base_model(
-    folder: str, *, mesh: Mesh, pieces: Iterable[Piece], names: Collection[str], classes: Sequence[str] | None
+    folder: str,
+    *,
+    mesh: Mesh,
+    pieces: Iterable[Piece],
+    names: Collection[str],
+    classes: Sequence[str] | None,
+    upcycled: bool = False,
 ) -> None:
     """Fill those of `pieces` whose parameters are among `names` from the folder. Collective over the world.
 
     `classes`: of a classifier, which has no output over the vocabulary, so the folder's isn't missed. A UserError where
-    the folder decides between another number of them.
+    the folder decides between another number of them. `upcycled`: experts are copies of the folder's dense MLP.
     """
     theirs = read_huggingface_config(folder, None).classes
     if classes is not None and theirs is not None and len(classes) != len(theirs):
@@ -81,4 +89,5 @@ def load_base_model(
             f"{len(classes)}: {', '.join(classes)}"
         )
     wanted = [piece for piece in pieces if parameter_name(piece.name) in names]
+    wanted = [*of_dense(wanted)] if upcycled else wanted
     load_huggingface(folder, mesh=mesh, pieces=wanted, left_out=() if classes is None else (OUTPUT,))

@@ -125,7 +125,10 @@ def build_model(
     outputs = None if classes is None else len(classes)
     stages = build_stages(config, mesh, precision, vocab_size, backend, outputs, without_values=without_values)
     folder, seed = config.finetune.load_hf, config.training.seed
-    from_base = set() if folder is None else base_names(folder, (name for name, _, _ in specs_of(stages)))
+    from_base = set()
+    if folder is not None:
+        names = (name for name, _, _ in specs_of(stages))
+        from_base = base_names(folder, names, upcycled=config.model.moe_use_upcycling)
     if not without_values:
         _initialize((whole(*named) for named in specs_of(stages)), from_base, seed)
     adapter = None

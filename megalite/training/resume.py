@@ -24,6 +24,7 @@ from megalite.checkpoint.storage import (
     find_checkpoint,
     problem,
 )
+from megalite.checkpoint.upcycling import of_dense, starts_from_dense
 from megalite.config.errors import UserError
 from megalite.config.schema import CheckpointConfig, RunConfig
 from megalite.data.tokenizer_base import Tokenizer
@@ -132,8 +133,14 @@ def _load_base(model: TrainedModel, say: Callable[..., None]) -> None:
     """The weights of `--load-hf`, where it is given."""
     folder = model.config.finetune.load_hf
     if folder is not None:
-        pieces = model.entries(state=False, frozen=True)
-        load_base_model(folder, mesh=model.mesh, pieces=pieces, names=model.base_names, classes=model.classes)
+        load_base_model(
+            folder,
+            mesh=model.mesh,
+            pieces=model.entries(state=False, frozen=True),
+            names=model.base_names,
+            classes=model.classes,
+            upcycled=model.config.model.moe_use_upcycling,
+        )
         model.optimizer.parameters_loaded(with_state=False)
         say(f"loaded {folder} (weights in Hugging Face format)")
 
@@ -245,7 +252,10 @@ def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress
         notes += _anew_note(directory, len(missing), model)
         shares = {f"optimizer.{key}" for key, _ in model.balance.state()}  # without: equal ones
         new |= missing | (shares - stored.keys())
-    pieces = _named_by_source((piece for piece in entries if piece.name not in new), directory, model)
+    wanted: Iterable[Piece] = (piece for piece in entries if piece.name not in new)
+    if config.model.moe_use_upcycling and starts_from_dense(directory, weights_only=weights_only):
+        wanted = of_dense(wanted)
+    pieces = _named_by_source(wanted, directory, model)
     load_checkpoint(directory, mesh=model.mesh, pieces=pieces, strict=not new_head)
     model.scaling.loaded()  # first: weights that are stored in FP8 are rounded by it
     optimizer.parameters_loaded(with_state=with_optimizer)

@@ -30,6 +30,9 @@ def randomize(model: nn.Module, seed: int = 5) -> None:
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
             is_norm = "norm" in name or ".ln_" in name
             parameter.copy_(1 + noise if is_norm and name.endswith("weight") else noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
 
 
 def fill(model: GPTStage, values: dict[str, Tensor]) -> None:

@@ -68,11 +68,12 @@ def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
     torch.testing.assert_close(routing.weights, scores / scores.sum(dim=1, keepdim=True))
 
 
-def test_experts_come_from_the_best_groups() -> None:
+@pytest.mark.parametrize("counted", [1, 2])
+def test_experts_come_from_the_best_groups(counted: int) -> None:
     scores = _random(6, 12)
-    limited = limited_to_groups(scores, topk=4, groups=4, group_topk=2)
+    limited = limited_to_groups(scores, groups=4, group_topk=2, counted=counted)
     for row, found in zip(scores, limited, strict=True):
-        worth = [sum(sorted(row[3 * g : 3 * g + 3].tolist())[-2:]) for g in range(4)]
+        worth = [sum(sorted(row[3 * g : 3 * g + 3].tolist())[-counted:]) for g in range(4)]
         best = sorted(range(4), key=lambda g: -worth[g])[:2]
         for expert in range(12):
             assert found[expert] == (row[expert] if expert // 3 in best else -math.inf)

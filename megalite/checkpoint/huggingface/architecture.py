@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megalite.checkpoint.errors import CheckpointError
@@ -26,12 +26,19 @@ _EVERYWHERE: dict[str, Rule] = {
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
+def _parts(names: Mapping[str, Rule], name: str, shape: Shape) -> tuple[Part, ...] | None:
+    match = _LAYER.match(name)
+    number = "" if match is None else match[1]
+    rule = names.get(name if match is None else f"decoder.layers.{{n}}.{name[match.end() :]}")
+    return None if rule is None else tuple(replace(one, name=one.name.replace("{n}", number)) for one in rule(shape))
+
+
 @dataclass(frozen=True)
 class Architecture:
     """`model_type` and `class_name` as in `config.json`. `prefix`: of tensor names, absent in files that hold the model
     without its head. `names`: global name (`{n}`: a layer's number) to rule. `read`: from the fields of `config.json`
     to those of a resolved `ModelConfig`; `write`: back. `buffers`: names of stored tensors that are no parameters, as
-    regular expressions."""
+    regular expressions. `others`: other rules for some of `names`, which are read where files have them."""
 
     model_type: str
     class_name: str
@@ -40,16 +47,18 @@ class Architecture:
     read: Callable[[Fields], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
     buffers: tuple[str, ...] = ()
+    others: Mapping[str, Rule] = field(default_factory=dict)
 
     def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
         """Where the parameter `name` of the logical `shape` lies in the files."""
-        match = _LAYER.match(name)
-        number = "" if match is None else match[1]
-        template = name if match is None else f"decoder.layers.{{n}}.{name[match.end() :]}"
-        rule = _EVERYWHERE.get(name) or self.names.get(template)
-        if rule is None:
+        parts = _parts({**self.names, **_EVERYWHERE}, name, shape)
+        if parts is None:
             raise CheckpointError(f"{self.model_type} has no parameter that corresponds to {name}")
-        return tuple(replace(one, name=one.name.replace("{n}", number)) for one in rule(shape))
+        return parts
+
+    def other_parts(self, name: str, shape: Shape) -> tuple[Part, ...] | None:
+        """Where else it may lie; None: nowhere."""
+        return _parts(self.others, name, shape)
 
     @property
     def classifier_name(self) -> str:

@@ -109,7 +109,10 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
     if model.num_experts is None:
         result = {name: value for name, value in result.items() if not name.startswith("moe_")}
     else:
-        result |= {"moe_layer_freq": expert_layers(model), "sinkhorn": "sinkhorn" in balancing(model)}
+        layers = expert_layers(model)
+        result |= {"moe_layer_freq": layers, "sinkhorn": "sinkhorn" in balancing(model)}
+        if all(layers):
+            result.pop("ffn_hidden_size")  # of no layer
     without = set(idle_scaling(model)) | (set() if model.position_embedding_type in ROTARY else _ROTARY)
     return {name: value for name, value in result.items() if name not in without}
 

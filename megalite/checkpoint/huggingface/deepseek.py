@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megalite.checkpoint.huggingface.architecture import Same, read_same, write_same
 from megalite.checkpoint.huggingface.experts import TRAINING, expert_names, layer_pattern, shared_names
-from megalite.checkpoint.huggingface.fields import Fields
+from megalite.checkpoint.huggingface.fields import REQUIRED, Fields
 from megalite.checkpoint.huggingface.parts import Rule, same, stacked
 from megalite.config.resolve import expert_layers, head_widths
 from megalite.config.schema import ModelConfig
@@ -51,12 +51,33 @@ class Differences(NamedTuple):
     write: Callable[[ModelConfig], dict[str, Any]]
 
 
-def differences(*, dense_layers: int, chooses_pairs: bool) -> Differences:
-    """`dense_layers`: the default of `first_k_dense_replace`. `chooses_pairs`: whether a field says which channels are
-    rotated together; else they are neighbours."""
+class Router(NamedTuple):
+    """How an architecture routes: by which scores, made to sum to one or not, `methods` by which it chooses, and of how
+    many experts a group's score is the sum (`counted`). The rest are defaults of fields."""
+
+    score: str
+    normalizes: bool
+    methods: tuple[str, ...]
+    counted: int
+    experts: int
+    topk: Any
+    width: int
+    shared: int
+    groups: int | None
+    chosen_groups: int | None
+    scaling: float
+    dense_layers: int
+
+
+V3 = Router("sigmoid", True, ("noaux_tc",), 2, 256, 8, 2048, 1, 8, 4, 2.5, 3)
+V2 = Router("softmax", False, ("greedy", "group_limited_greedy"), 1, 64, REQUIRED, 1407, 2, None, None, 1.0, 0)
+
+
+def differences(router: Router, *, chooses_pairs: bool) -> Differences:
+    """`chooses_pairs`: whether a field says which channels are rotated together; else they are neighbours."""
 
     def read(fields: Fields, shared: dict[str, Any]) -> dict[str, Any]:
-        experts = _read_experts(fields, shared["num_layers"], dense_layers, sigmoid=chooses_pairs)
+        experts = _read_experts(fields, shared["num_layers"], router)
         fields.choose("attention_bias", (False,), False)
         fields.drop("auto_map", *_AHEAD)  # its own code is that of transformers by now
         result = read_same(fields, _SAME)
@@ -84,61 +105,59 @@ def differences(*, dense_layers: int, chooses_pairs: bool) -> Differences:
             "head_dim": model.qk_pos_emb_head_dim,
             "qk_head_dim": head_widths(model)[0],
             "attention_bias": False,
-            **_write_experts(model, sigmoid=chooses_pairs),
+            **_write_experts(model, router),
         }
         return {**written, "rope_interleave": model.rotary_interleaved} if chooses_pairs else written
 
     return Differences(read, write)
 
 
-def _read_experts(fields: Fields, layers: int, dense_layers: int, sigmoid: bool) -> dict[str, Any]:
-    """Experts in all layers but the first ones, with shared ones. Without any the fields of experts mean nothing.
-    `sigmoid`: as V3 scores them; V2 takes the softmax over all."""
-    dense = fields.take("first_k_dense_replace", int, dense_layers, minimum=0)
+def _read_experts(fields: Fields, layers: int, defaults: Router) -> dict[str, Any]:
+    """Experts in all layers but the first ones, with shared ones. Without any the fields of experts mean nothing."""
+    dense = fields.take("first_k_dense_replace", int, defaults.dense_layers, minimum=0)
     fields.drop(*TRAINING, "ep_size", "num_local_experts")
     if dense >= layers or not fields.values.get("n_routed_experts", 1):
         fields.drop(*_OF_EXPERTS)
         return {}
     fields.choose("moe_layer_freq", (1,), 1)
-    fields.choose("scoring_func", ("sigmoid",) if sigmoid else ("softmax",), "sigmoid" if sigmoid else "softmax")
-    fields.choose("norm_topk_prob", (sigmoid,), sigmoid)
-    method = fields.take("topk_method", str, "noaux_tc" if sigmoid else "greedy")
-    topk, width = fields.take("num_experts_per_tok", int, 8), fields.take("moe_intermediate_size", int, 2048)
-    groups, chosen = fields.take("n_group", int, 8, nullable=True), fields.take("topk_group", int, 4, nullable=True)
-    limited = method != "greedy" and (groups or 1) > 1
-    if limited and chosen is not None and topk // chosen != (2 if sigmoid else 1):
-        fields.refuse("num_experts_per_tok", topk, f"{2 if sigmoid else 1} of each of topk_group {chosen} groups are")
-    shared = fields.take("n_shared_experts", int, 1, nullable=True)
+    fields.choose("scoring_func", (defaults.score,), defaults.score)
+    fields.choose("norm_topk_prob", (defaults.normalizes,), defaults.normalizes)
+    method = fields.choose("topk_method", defaults.methods, defaults.methods[0])
+    width = fields.take("moe_intermediate_size", int, defaults.width)
+    groups = fields.take("n_group", int, defaults.groups, nullable=True) or 1
+    chosen = fields.take("topk_group", int, defaults.chosen_groups, nullable=True) or 1
+    limited = method != "greedy" and chosen < groups
     return {
-        "num_experts": fields.take("n_routed_experts", int, 256),
-        "moe_router_topk": topk,
+        "num_experts": fields.take("n_routed_experts", int, defaults.experts),
+        "moe_router_topk": fields.take("num_experts_per_tok", int, defaults.topk),
         "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": shared * width if shared else None,
-        "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
-        "moe_router_pre_softmax": not sigmoid,
-        "moe_router_enable_expert_bias": sigmoid,
-        "moe_router_topk_scaling_factor": fields.take("routed_scaling_factor", float, 2.5 if sigmoid else 1.0),
+        "moe_shared_expert_intermediate_size": width * fields.take("n_shared_experts", int, defaults.shared),
+        "moe_router_score_function": defaults.score,
+        "moe_router_pre_softmax": defaults.score == "softmax",
+        "moe_router_enable_expert_bias": defaults.score == "sigmoid",
+        "moe_router_topk_scaling_factor": fields.take("routed_scaling_factor", float, defaults.scaling),
         "moe_router_num_groups": groups if limited else None,
         "moe_router_group_topk": chosen if limited else None,
+        "moe_router_group_score_topk": defaults.counted if limited else None,
         "moe_layer_freq": layer_pattern([number >= dense for number in range(layers)]),
     }
 
 
-def _write_experts(model: ModelConfig, sigmoid: bool) -> dict[str, Any]:
-    if model.num_experts is None:
+def _write_experts(model: ModelConfig, defaults: Router) -> dict[str, Any]:
+    if True not in (pattern := expert_layers(model)):
         return {"first_k_dense_replace": model.num_layers}
     groups, width = model.moe_router_num_groups, model.moe_ffn_hidden_size or 1
     return {
-        "first_k_dense_replace": expert_layers(model).index(True),
+        "first_k_dense_replace": pattern.index(True),
         "moe_layer_freq": 1,
-        "scoring_func": "sigmoid" if sigmoid else "softmax",
-        "norm_topk_prob": sigmoid,
-        "topk_method": "noaux_tc" if sigmoid else "greedy" if groups is None else "group_limited_greedy",
+        "scoring_func": defaults.score,
+        "norm_topk_prob": defaults.normalizes,
+        "topk_method": defaults.methods[0 if groups is None else -1],
         "num_experts_per_tok": model.moe_router_topk,
         "moe_intermediate_size": model.moe_ffn_hidden_size,
         "n_group": groups or 1,
         "topk_group": model.moe_router_group_topk or 1,
         "n_routed_experts": model.num_experts,
-        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // width or None,
+        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // width,  # 0 is none of these networks
         "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
     }

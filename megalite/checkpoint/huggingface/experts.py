@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megalite.checkpoint.huggingface.fields import Fields
-from megalite.checkpoint.huggingface.parts import Rule, gate_and_up, gates_and_ups, of_experts, same
+from megalite.checkpoint.huggingface.parts import Rule, gate_and_up, gates_and_ups, halves_of_experts, of_experts, same
 from megalite.config.resolve import expert_layers
 from megalite.config.schema import ModelConfig
 
@@ -27,6 +27,14 @@ def expert_names(theirs: str, gate: str = "gate_proj", up: str = "up_proj", down
         f"{_OURS}.experts.linear_fc1.weight": gates_and_ups(f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
         f"{_OURS}.experts.linear_fc2.weight": of_experts(f"{expert}.{down}.weight"),
     }
+
+
+STACKED: dict[str, Rule] = {
+    f"{_OURS}.router.weight": same("model.layers.{n}.mlp.gate.weight"),
+    f"{_OURS}.experts.linear_fc1.weight": halves_of_experts("model.layers.{n}.mlp.experts.gate_up_proj"),
+    f"{_OURS}.experts.linear_fc2.weight": same("model.layers.{n}.mlp.experts.down_proj"),
+}
+"""Names in transformers' memory, and in files if asked for: those of all experts are one tensor."""
 
 
 def shared_names(theirs: str) -> dict[str, Rule]:

@@ -17,8 +17,9 @@ from megalite.checkpoint.huggingface.architecture import (
     write_same,
 )
 from megalite.checkpoint.huggingface.deepseek import NAMES as DEEPSEEK_NAMES
-from megalite.checkpoint.huggingface.deepseek import differences
+from megalite.checkpoint.huggingface.deepseek import V2, V3, differences
 from megalite.checkpoint.huggingface.experts import (
+    STACKED,
     expert_names,
     read_mixtral,
     read_qwen,
@@ -138,7 +139,8 @@ def _relative(
         return _write_shared(model) | write(model)
 
     buffers = (r".*rotary_emb\.inv_freq",)
-    return Architecture(model_type, class_name, "model.", {**_NAMES, **names}, read_all, write_all, buffers)
+    others = {name: rule for name, rule in STACKED.items() if name in names}
+    return Architecture(model_type, class_name, "model.", {**_NAMES, **names}, read_all, write_all, buffers, others)
 
 
 def _window_text(window: int | None) -> str | None:
@@ -164,15 +166,18 @@ def _write_biases(model: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": attention, "mlp_bias": model.add_bias_linear}
 
 
-def _read_qwen_window(fields: Fields, shared: dict[str, Any]) -> dict[str, Any]:
-    """`window_size` from Qwen's four fields. A window on some layers only is refused."""
+def _read_qwen_window(
+    fields: Fields, shared: dict[str, Any], slides: Callable[[int, int], bool] = lambda n, first: n >= first
+) -> dict[str, Any]:
+    """`window_size` from Qwen's four fields. A window on some layers only is refused. `slides`: whether layer n has one
+    by max_window_layers, where `layer_types` doesn't say."""
     used = fields.take("use_sliding_window", bool, False)
     window = fields.take("sliding_window", int, 4096, nullable=True, minimum=0)
     first = fields.take("max_window_layers", int, 28, minimum=0)
     kinds = fields.take("layer_types", list, None)
     if kinds is None:
         layers = range(shared["num_layers"])
-        kinds = ["sliding_attention" if used and window and n >= first else "full_attention" for n in layers]
+        kinds = ["sliding_attention" if used and window and slides(n, first) else "full_attention" for n in layers]
     if all(kind == "full_attention" for kind in kinds):
         return {"window_size": None}
     if used and window and all(kind == "sliding_attention" for kind in kinds):
@@ -187,6 +192,22 @@ def _write_qwen_window(model: ModelConfig) -> dict[str, Any]:
         "sliding_window": window,
         "max_window_layers": model.num_layers if window is None else 0,
     }
+
+
+def _slides_in_qwen2_moe(n: int, first: int) -> bool:
+    return n % 2 == 0 and n < first
+
+
+def _read_qwen3_moe(fields: Fields, shared: dict[str, Any]) -> dict[str, Any]:
+    """All layers of Qwen3-MoE have the window, whatever max_window_layers says."""
+    fields.drop("max_window_layers")
+    fields.choose("attention_bias", (False,), False)
+    used, window = (
+        fields.take("use_sliding_window", bool, False),
+        fields.take("sliding_window", int, 4096, nullable=True),
+    )
+    window = window if used else None
+    return {"qk_layernorm": True, "window_size": _window_text(window), **read_qwen(fields, shared, 128, 8, 768)}
 
 
 def _read_qwen3(fields: Fields, shared: dict[str, Any]) -> dict[str, Any]:
@@ -261,13 +282,14 @@ _QWEN2_MOE = _relative(
         "moe_shared_expert_intermediate_size": fields.take("shared_expert_intermediate_size", int, 5632),
         "moe_shared_expert_gate": True,
         **read_qwen(fields, shared, 60, 4, 1408),
-        **_read_qwen_window(fields, shared),
+        **_read_qwen_window(fields, shared, _slides_in_qwen2_moe),
     },
     lambda model: {
         "qkv_bias": model.add_qkv_bias,
         "shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         **write_qwen(model),
         **_write_qwen_window(model),
+        "layer_types": ["full_attention" if bounded_window(model) is None else "sliding_attention"] * model.num_layers,
     },
     groups=16,
     positions=32768,
@@ -276,8 +298,13 @@ _QWEN3_MOE = _relative(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     {**_QK_NORMS, **expert_names(f"{THEIRS}.mlp")},
-    lambda fields, shared: {**read_qwen(fields, shared, 128, 8, 768), **_read_qwen3(fields, shared)},
-    lambda model: {**write_qwen(model), **_write_qwen_window(model), "attention_bias": False},
+    _read_qwen3_moe,
+    lambda model: {
+        **write_qwen(model),
+        "use_sliding_window": bounded_window(model) is not None,
+        "sliding_window": _window_tokens(model),
+        "attention_bias": False,
+    },
     groups=4,
     positions=32768,
 )
@@ -302,7 +329,7 @@ _DEEPSEEK_V3 = _relative(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     DEEPSEEK_NAMES,
-    *differences(dense_layers=3, chooses_pairs=True),
+    *differences(V3, chooses_pairs=True),
     groups=None,
     positions=4096,
 )
@@ -310,7 +337,7 @@ _DEEPSEEK_V2 = _relative(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     DEEPSEEK_NAMES,
-    *differences(dense_layers=0, chooses_pairs=False),
+    *differences(V2, chooses_pairs=False),
     groups=None,
     positions=2048,
 )

@@ -194,3 +194,8 @@ def gates_and_ups(gate: str, up: str) -> Rule:
         )
 
     return rule
+
+
+def halves_of_experts(name: str) -> Rule:
+    """[experts, 2, inner, in], stored as [experts, 2 x inner, in]."""
+    return lambda shape: (_plain(name, ((shape[0],), (shape[1], shape[2]), *_whole(shape[3:]))),)

@@ -42,9 +42,13 @@ class LogicalWeights:
 
     def _stored_parts(self, name: str, shape: Shape) -> list[Part]:
         """A file that holds the model without its head has names without its prefix."""
-        parts = self.architecture.parts(name, shape)
         prefix = self.architecture.prefix if self._bare else ""
-        return [replace(part, name=part.name.removeprefix(prefix)) for part in parts]
+        ways = self.architecture.other_parts(name, shape), self.architecture.parts(name, shape)
+        for parts in filter(None, ways):
+            renamed = [replace(part, name=part.name.removeprefix(prefix)) for part in parts]
+            if all(part.name in self.tensors.stored for part in renamed):
+                break
+        return renamed
 
     def stored_name(self, name: str) -> str:
         """The tensor that a parameter with one tensor has, or would have if the model had it."""

@@ -13,11 +13,11 @@ from megalite.nn.moe.routing import Routing
 _MOST_ROUNDS = 1000
 
 
-def limited_to_groups(scores: Tensor, topk: int, groups: int, group_topk: int) -> Tensor:
+def limited_to_groups(scores: Tensor, groups: int, group_topk: int, counted: int) -> Tensor:
     """`scores` [n, experts] of the experts in each token's `group_topk` best of `groups` groups, -inf of the others. A
-    group is as good as its best topk / group_topk experts together (DeepSeek-AI 2024)."""
+    group is as good as its `counted` best experts together (DeepSeek-AI 2024)."""
     by_group = scores.unflatten(1, (groups, -1))
-    value = by_group.topk(topk // group_topk, dim=-1).values.sum(dim=-1)
+    value = by_group.topk(counted, dim=-1).values.sum(dim=-1)
     best = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(group_topk, dim=-1).indices, True)
     return by_group.masked_fill(~best[..., None], float("-inf")).flatten(1)
 

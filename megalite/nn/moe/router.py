@@ -110,8 +110,10 @@ class Router(ShardedModule):
         else:
             scores = logits.softmax(dim=-1) if config.moe_router_pre_softmax else logits
         ranked = scores.detach() if self.expert_bias is None else scores.detach() + self.expert_bias
-        if config.moe_router_group_topk is not None and config.moe_router_num_groups is not None:
-            ranked = limited_to_groups(ranked, self.topk, config.moe_router_num_groups, config.moe_router_group_topk)
+        groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
+        if groups is not None and chosen is not None:
+            assert config.moe_router_group_score_topk is not None  # resolved
+            ranked = limited_to_groups(ranked, groups, chosen, config.moe_router_group_score_topk)
         experts = ranked.topk(self.topk, dim=-1).indices
         weights = scores.gather(1, experts)
         if config.moe_router_score_function == "sigmoid" and self.topk > 1:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.models import hf_models
+from tests.models.hf_models import LAYERS
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -140,6 +141,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "deepseek v2, experts, best of groups": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            **EXPERTS,
+            "q_lora_rank": 20,
+            "n_routed_experts": 8,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 6, "rms_norm_eps": 1e-5}),
     "qwen2 moe": (
         "Qwen2Moe",
@@ -158,6 +175,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe, a dense layer, weights as they are": (
         "Qwen3Moe",
         {**EXPERTS, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "mlp_only_layers": [1]},
+    ),
+    "qwen2 moe, window": (
+        "Qwen2Moe",
+        {
+            **EXPERTS,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 24,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention"] * LAYERS,
+        },
+    ),
+    "qwen3 moe, window": (
+        "Qwen3Moe",
+        {**EXPERTS, "head_dim": 16, "num_experts": 6, "use_sliding_window": True, "sliding_window": 5},
     ),
     "glm": ("Glm", {"num_key_value_heads": 2, "head_dim": 8}),
     "glm, a quarter turned, no bias": (

@@ -290,6 +290,8 @@ def test_windows(values: dict[str, Any], window: str | None) -> None:
         ({**LLAMA, "rotary_interleaved": True, "rotary_percent": 0.5}, "glm"),
         ({**LATENT, "norm_epsilon": 1e-6}, "deepseek_v3"),
         ({**LATENT, "norm_epsilon": 1e-6, "rotary_interleaved": True, "q_lora_rank": None}, "deepseek_v3"),
+        ({**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 12}, "mixtral"),
+        ({**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 12, "qk_layernorm": True}, "qwen3_moe"),
     ],
 )
 def test_a_network_becomes_the_architecture_that_has_it(overrides: dict[str, Any], kind: str) -> None:
@@ -313,6 +315,10 @@ def test_a_network_becomes_the_architecture_that_has_it(overrides: dict[str, Any
             "glm, can't express no --rotary-interleaved",
         ),
         ({**LATENT, "norm_epsilon": 1e-5}, "can't express"),
+        (
+            {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 12, "moe_router_load_balancing_type": ["sinkhorn"]},
+            "mixtral, can't express --moe-router-load-balancing-type sinkhorn",
+        ),
     ],
 )
 def test_a_network_that_no_architecture_has_is_refused_by_its_flags(overrides: dict[str, Any], flags: str) -> None:
@@ -333,9 +339,11 @@ DEEPSEEK = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"first_k_dense_replace": 1, "norm_topk_prob": False}, "norm_topk_prob False is not supported"),
+        ({"first_k_dense_replace": 1, "topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
         (
-            {"first_k_dense_replace": 1, "num_experts_per_tok": 2, "topk_group": 2},
-            "num_experts_per_tok 2 is not supported: 2 of each of topk_group 2 groups are",
+            {"first_k_dense_replace": 1, "n_shared_experts": 0},
+            "n_shared_experts 0 is not supported: it must be at least 1",
         ),
         ({"num_key_value_heads": 2}, "num_key_value_heads 2 is not supported: every head has keys of its own"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 is not supported: only 1e-06, as the latent vectors' norms have"),

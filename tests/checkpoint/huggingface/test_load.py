@@ -57,11 +57,25 @@ def load_and_save(mesh: Mesh, source: Path, root: Path) -> None:
     save_checkpoint(root, 1, mesh=mesh, pieces=pieces_of(stages), **kwargs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", ["gpt2", "llama, grouped, tied", "qwen3", "glm"])
+EXPERT_LAYOUTS = {
+    "EP 2, ETP 2": Layout(tp=2, dp=2, sequence_parallel=True, ep=2, etp=2),
+    "PP 2, EP 2": Layout(pp=2, dp=2, ep=2, etp=1),
+}
+_WITH_EXPERTS = [
+    (case, layout) for case in ("mixtral", "qwen2 moe", "deepseek v3, experts") for layout in EXPERT_LAYOUTS
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        *((case, layout) for case in ("gpt2", "llama, grouped, tied", "qwen3", "glm") for layout in LAYOUTS),
+        *_WITH_EXPERTS,
+    ],
+)
 def test_bits_survive_any_layout(case: str, layout: str, pool: ProcessPool, tmp_path: Path) -> None:
     source = folders.save(case, tmp_path / "hf", shard_size="30KB")
-    pool.run(load_and_save, 4, source, tmp_path / "run", layout=LAYOUTS[layout])
+    pool.run(load_and_save, 4, source, tmp_path / "run", layout=(LAYOUTS | EXPERT_LAYOUTS)[layout])
     megalite_to_huggingface(found(tmp_path / "run"), tmp_path / "back")
     folders.assert_equal(folders.tensors(tmp_path / "back"), folders.tensors(source))
 

@@ -67,6 +67,14 @@ def test_a_parameter_may_have_a_format_of_its_own(tmp_path: Path) -> None:
     folders.assert_equal(folders.tensors(there_and_back(source, tmp_path)), folders.tensors(source))
 
 
+@pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "deepseek v3, experts"])
+def test_experts_that_are_one_tensor_in_the_file_are_read(case: str, tmp_path: Path) -> None:
+    source, model = folders.save(case, tmp_path / "hf"), folders.model_of(case)
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)  # type: ignore[operator]
+    assert any(tensor.dim() == 3 for tensor in folders.tensors(tmp_path / "stacked").values())
+    folders.assert_equal(folders.tensors(there_and_back(tmp_path / "stacked", tmp_path)), folders.tensors(source))
+
+
 def test_many_files_are_read_and_written(tmp_path: Path) -> None:
     source = folders.save("gpt2", tmp_path / "hf", shard_size="20KB")
     assert len(list(source.glob("model-*.safetensors"))) > 3
