@@ -54,7 +54,7 @@ class ExpertFields:
         None, "the router's input is multiplied by random numbers this near to 1", bound=BELOW_ONE
     )
     moe_expert_capacity_factor: float | None = flag(
-        None, "most tokens of an expert, as a multiple of the mean; default: no token is dropped"
+        None, "most tokens of an expert, as a multiple of the mean; default: no token is dropped", bound=ABOVE_ZERO
     )
     moe_token_drop_policy: str = flag(
         "probs", "which tokens stay: of the highest weights, or the first", choices=("probs", "position")

@@ -19,11 +19,16 @@ from megalite.nn.moe.dispatch import DISPATCHERS
 from megalite.nn.moe.experts import Experts
 from megalite.nn.moe.router import Router
 from megalite.nn.moe.routing import Routing
-from megalite.nn.tokens import Auxiliary, Tokens
+from megalite.nn.tokens import Auxiliary, Places, Tokens
 from tests.helpers import FP64, tiny_build, tiny_config
 
 DOUBLE = torch.float64
 NETWORK: dict[str, Any] = {"num_experts": 8, "moe_ffn_hidden_size": 6, "swiglu": True, "add_bias_linear": False}
+
+
+class _NoCache:
+    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        raise AssertionError
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -98,6 +103,15 @@ def test_an_expert_keeps_up_to_its_capacity(policy: str) -> None:
         weight = {(n, k): routing.weights[n, k].item() for n, k in mine}
         ranked = sorted(mine, key=lambda at: -weight[at] if policy == "probs" else order[at[0]].item())
         assert {at for at in mine if kept[at]} == set(ranked[:3])
+
+
+def test_tokens_after_a_cache_are_never_dropped() -> None:
+    router, x = _router(moe_expert_capacity_factor=0.1), _random(1, 6, 32)
+    places = Places(torch.tensor([3]))
+    tokens = Tokens(torch.full((6, 1), 3), places, places, cache=_NoCache(), begins=False)
+    assert router(x, tokens).kept is None
+    (kept,) = router(x, Tokens(torch.full((6, 1), 3), places))[2:]
+    assert kept is not None and 0 < kept.sum() <= 8  # one of each expert
 
 
 def test_auxiliary_losses_are_their_formulas_and_join_the_backward() -> None:

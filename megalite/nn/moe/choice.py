@@ -41,8 +41,9 @@ def sinkhorn(logits: Tensor, mine: Tensor, tolerance: float = 1e-4) -> Tensor:
 def capacity_mask(routing: Routing, capacity: int, order: Tensor, parts: list[Group], config: ModelConfig) -> Tensor:
     """Bool as `routing.experts`: which of them keep the token, each at most `capacity` of the whole micro-batch: those
     with the highest weights, or with `position` the first. `order` int64 [n]: places of the tokens in it."""
-    experts, weights, places = routing.experts, routing.weights.detach(), order
+    experts, weights, places, first = routing.experts, routing.weights.detach(), order, 0
     for group in parts:
+        first += group.rank * len(places)
         experts, weights, places = (start_all_gather(each, group).wait() for each in (experts, weights, places))
     topk = experts.shape[1]
     place = places[:, None].expand(-1, topk).flatten()
@@ -55,6 +56,4 @@ def capacity_mask(routing: Routing, capacity: int, order: Tensor, parts: list[Gr
     position = torch.empty_like(ranked)
     position[ranked] = torch.arange(len(ranked), device=ranked.device)
     kept = (position - starts[experts.flatten()] < capacity).view(-1, topk)
-    of_place = torch.empty_like(kept)
-    of_place[places] = kept
-    return of_place[order]
+    return kept[first : first + len(order)]

@@ -69,7 +69,8 @@ class Router(ShardedModule):
         logits = logits.to(torch.promote_types(self.wide, self.product))
         parts = [group for group in (tokens.group, self.cp) if group is not None and group.size > 1]
         routing = self._route(logits, parts, training=tokens.dropout_keys is not None)
-        if self.config.moe_expert_capacity_factor is not None:
+        # In generation no text may depend on the others.
+        if self.config.moe_expert_capacity_factor is not None and tokens.cache is None:
             most, order = self._capacity(len(logits), parts), self._order(x, tokens)
             kept = capacity_mask(routing, most, order, parts, self.config)
             routing = routing._replace(weights=routing.weights * kept, kept=kept)
