@@ -16,7 +16,7 @@ from megalite.checkpoint.huggingface.weights import EMBEDDING
 from megalite.checkpoint.metadata import TensorInfo, read_index
 from megalite.checkpoint.planner import STATE_PREFIX
 from megalite.checkpoint.storage import CheckpointDirectory
-from megalite.config.resolve import head_widths
+from megalite.config.resolve import expert_layers, head_widths
 from megalite.config.schema import ROTARY, ModelConfig
 from megalite.precision.policy import Precision
 
@@ -110,11 +110,22 @@ def network_line(model: ModelConfig, rows: int | None, *, output: bool = True) -
         positions,
         f"up to {model.max_position_embeddings} positions" if model.max_position_embeddings else "",
         f"window {model.window_size}" if model.window_size else "",
+        _experts(model),
         f"{model.mtp_num_layers} further tokens" if model.mtp_num_layers else "",
         f"vocabulary {rows}" if rows else "",
         "" if not output else "untied output" if model.untie_embeddings_and_output_weights else "tied output",
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _experts(model: ModelConfig) -> str:
+    if model.num_experts is None:
+        return ""
+    layers, shared = expert_layers(model), model.moe_shared_expert_intermediate_size
+    where = "" if all(layers) else f" in {sum(layers)} layers"
+    beside = f" and {shared} shared" if shared else ""
+    number, inner = model.num_experts, model.moe_ffn_hidden_size
+    return f"{number} experts{where}, of inner {inner}, {model.moe_router_topk} a token{beside}"
 
 
 def report_lines(facts: dict[str, Any]) -> Iterator[str]:

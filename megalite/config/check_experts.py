@@ -10,6 +10,7 @@ from megalite.config.schema import RunConfig
 
 _LAYOUT = ("layout.expert_model_parallel_size", "layout.expert_tensor_parallel_size")
 _COUNTED = "group_score_topk"
+_OF_SCORES = "topk_scaling_factor", "num_groups", "group_topk", "score_function", "pre_softmax", "enable_expert_bias"
 _LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -100,6 +101,9 @@ def _balancing_problems(config: RunConfig) -> Iterator[str]:
     shown = f"--moe-router-load-balancing-type {' '.join(kinds)}"
     if len(set(kinds)) < len(kinds) or (len(kinds) > 1 and not set(kinds) <= set(_LOSSES)):
         yield f"{shown}: several must be different losses of {', '.join(_LOSSES)}"
+    if "sinkhorn" in kinds:
+        paths = (f"model.moe_router_{name}" for name in _OF_SCORES)
+        yield from needs(config, False, f"another balancing than {shown}, which doesn't use it", *paths)
     if weights is None:
         return
     given = f"--moe-aux-loss-coeff {' '.join(map(str, weights))}"

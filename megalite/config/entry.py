@@ -17,9 +17,9 @@ from megalite.config.errors import FlagError
 from megalite.config.fields import Field, all_fields, get, put
 from megalite.config.flags import parse_flags
 from megalite.config.presets import preset_fields
-from megalite.config.resolve import drop_idle, resolve
+from megalite.config.resolve import balancing, drop_idle, resolve
 from megalite.config.schema import ROTARY, CheckpointConfig, ModelConfig, RunConfig, TokenizerConfig
-from megalite.config.schema_experts import ExpertFields
+from megalite.config.schema_experts import ONLY_TRAINING, ExpertFields
 from megalite.config.schema_finetune import FinetuneConfig, unnamed_classes
 
 # What `RunConfig.to_dict` wrote into the checkpoint that these flags choose; None where there is no checkpoint.
@@ -61,6 +61,7 @@ NOT_FROM_BASE_MODEL = {
     "attention_softmax_in_fp32",
     "label_smoothing",
     "make_vocab_size_divisible_by",
+    *ONLY_TRAINING,
 }
 # What an upcycled model has beside the dense one.
 _OF_EXPERTS = {f"model.{field.name}" for field in dataclasses.fields(ExpertFields)}
@@ -167,6 +168,8 @@ def fill_from_base_model(
     free = {f"model.{name}" for name in MAY_DIFFER}
     if model.position_embedding_type in ROTARY:
         free.add("model.max_position_embeddings")
+    if model.num_experts is not None and "sinkhorn" in balancing(config.model):
+        problems.append("--moe-router-load-balancing-type sinkhorn can't be used with --load-hf: it routes otherwise")
     for field, ours, theirs in _take(config, network, explicit):
         if field.path in explicit and field.path not in free:
             problems.append(

@@ -64,3 +64,13 @@ class ExpertFields:
     )
     moe_per_layer_logging: bool = flag(False, "log the balance of each layer")
     moe_use_upcycling: bool = flag(False, "start the experts from a dense checkpoint's MLP")
+
+
+ONLY_TRAINING = frozenset(
+    f"moe_{name}"
+    for name in (
+        *("router_load_balancing_type", "aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate"),
+        *("input_jitter_eps", "router_dtype", "token_dispatcher_type", "per_layer_logging", "use_upcycling"),
+    )
+)
+"""Fields that don't decide what a trained network computes; but sinkhorn, a way of choosing, does."""

@@ -64,6 +64,9 @@ def test_people_read_each_parameter_in_the_order_of_the_layers(tmp_path: Path) -
 def test_a_network_in_a_line() -> None:
     latent = network_line(tiny_config(**LATENT, mtp_num_layers=2), 131)
     assert "4 heads of 10 and 5 from 12 latent" in latent and "2 further tokens" in latent
+    experts = {"num_experts": 8, "moe_ffn_hidden_size": 12, "moe_shared_expert_intermediate_size": 24}
+    line = network_line(tiny_config(**LLAMA, **experts, moe_layer_freq="[0,1]"), 131)
+    assert "8 experts in 1 layers, of inner 12, 2 a token and 24 shared" in line
     assert network_line(tiny_config(**LLAMA, window_size="9,0"), 131) == (
         "2 layers, hidden 32, 4 heads of 8 in 2 groups, inner 48 SwiGLU, RMSNorm, rotary base 10000, up to 64 "
         "positions, window 9,0, vocabulary 131, untied output"

@@ -29,6 +29,7 @@ from tests.inference.checkpoints import save_tiny
 from tests.peft.runs import adapter_config, build
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 48}
+NETWORK: dict[str, Any] = LLAMA
 IN_FP64 = PrecisionConfig(fp64=True)
 
 
@@ -52,7 +53,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_expert_is_the_dense_mlp_at_any_layout(layout: str, pool: ProcessPool, tmp_path: Path) -> None:
-    dense = specs_and_values(save_tiny(tmp_path, precision=IN_FP64, **LLAMA))
+    dense = specs_and_values(save_tiny(tmp_path, precision=IN_FP64, **NETWORK))
     weights = pool.run(filled, 4, found(tmp_path).path, layout=LAYOUTS[layout])[0]
     for linear in ("linear_fc1", "linear_fc2"):
         experts, mlp = (f"decoder.layers.1.mlp.{part}{linear}.weight" for part in ("experts.", ""))
@@ -73,7 +74,7 @@ def dense_shape(linear: str) -> tuple[int, ...]:
     [{}, {"moe_router_topk": 3}, {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}],
 )
 def test_weights_that_sum_to_one_give_the_dense_logits(router: dict[str, Any], tmp_path: Path) -> None:
-    dense = save_tiny(tmp_path, precision=IN_FP64, **LLAMA).eval()
+    dense = save_tiny(tmp_path, precision=IN_FP64, **NETWORK).eval()
     mesh = single_process_mesh()
     model = tiny_model(mesh, FP64, **{**LLAMA, **EXPERTS, **router}).eval()
     pieces = [whole(f"model.{name}", parameter, spec) for name, parameter, spec in named_specs(model)]
@@ -118,6 +119,17 @@ def test_a_hugging_face_folder_is_upcycled(tmp_path: Path) -> None:
             assert torch.equal(expert, stored[f"model.layers.{layer}.mlp.down_proj.weight"])
         assert values[f"decoder.layers.{layer}.mlp.router.weight"].std() > 0
     run.close()
+
+
+def test_balancing_is_the_runs_choice_beside_a_folder_with_experts() -> None:
+    config = RunConfig()
+    config.finetune.load_hf, config.model.moe_aux_loss_coeff = "folder", [0.01]
+    given = {"model.moe_aux_loss_coeff", "model.moe_router_load_balancing_type"}
+    fill_from_base_model(config, tiny_config(**EXPERTS), TokenizerConfig(), None, given)
+    assert (config.model.moe_aux_loss_coeff, config.model.num_experts) == ([0.01], 4)
+    config.model.moe_router_load_balancing_type, config.model.moe_aux_loss_coeff = ["sinkhorn"], None
+    with pytest.raises(FlagError, match="sinkhorn can't be used with --load-hf"):
+        fill_from_base_model(config, tiny_config(**EXPERTS), TokenizerConfig(), None, given)
 
 
 def test_a_folder_with_experts_is_not_upcycled() -> None:

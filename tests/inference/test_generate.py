@@ -238,7 +238,10 @@ def test_longrope_generates_what_transformers_does_on_either_side_of_the_origina
     assert generate(ours, [prompt, PROMPTS[2] if length > 8 else [9]], greedy)[0] == ids[0, length:].tolist()
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("deepseek", "mixtral", "qwen3 moe"))])
+WITH_EXPERTS = ("deepseek", "mixtral", "qwen2 moe", "qwen3 moe")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(WITH_EXPERTS)])
 def test_latents_and_experts_give_the_text_of_transformers(case: str) -> None:
     theirs = model_of(case)
     network = asdict(parse_config(theirs.config.to_dict(), "config.json").model)

@@ -22,6 +22,7 @@ from megalite.config.check_network import idle_scaling, model_problems
 from megalite.config.fields import all_fields, value_problems
 from megalite.config.resolve import balancing, expert_layers
 from megalite.config.schema import ROTARY, ModelConfig, RunConfig
+from megalite.config.schema_experts import ONLY_TRAINING
 from megalite.nn.attention_backend import bounded_window
 
 INERT = {
@@ -35,15 +36,7 @@ INERT = {
     "attention_softmax_in_fp32",
     "label_smoothing",
     "group_query_attention",  # the number of groups says it
-    "moe_router_load_balancing_type",  # but sinkhorn, below
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_router_bias_update_rate",
-    "moe_input_jitter_eps",
-    "moe_router_dtype",
-    "moe_token_dispatcher_type",
-    "moe_per_layer_logging",
-    "moe_use_upcycling",
+    *ONLY_TRAINING,  # but sinkhorn, below
 }
 """Fields of `ModelConfig` that don't decide what the network computes in evaluation."""
 _FLAG_OF = {"sinkhorn": "moe_router_load_balancing_type"}

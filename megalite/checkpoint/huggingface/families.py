@@ -202,12 +202,10 @@ def _read_qwen3_moe(fields: Fields, shared: dict[str, Any]) -> dict[str, Any]:
     """All layers of Qwen3-MoE have the window, whatever max_window_layers says."""
     fields.drop("max_window_layers")
     fields.choose("attention_bias", (False,), False)
-    used, window = (
-        fields.take("use_sliding_window", bool, False),
-        fields.take("sliding_window", int, 4096, nullable=True),
-    )
-    window = window if used else None
-    return {"qk_layernorm": True, "window_size": _window_text(window), **read_qwen(fields, shared, 128, 8, 768)}
+    used = fields.take("use_sliding_window", bool, False)
+    window = fields.take("sliding_window", int, 4096, nullable=True, minimum=0)
+    text = _window_text(window) if used and window else None
+    return {"qk_layernorm": True, "window_size": text, **read_qwen(fields, shared, 128, 8, 768)}
 
 
 def _read_qwen3(fields: Fields, shared: dict[str, Any]) -> dict[str, Any]:

@@ -39,12 +39,13 @@ class LoadBalance:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """With an update: move biases towards experts with few tokens (Wang et al. 2024), and take the shares."""
+        """With an update: move biases towards experts with few tokens (Wang et al. 2024), and take the shares. A router
+        that isn't trained keeps its bias."""
         if self._sums is None:
             return
         for router, sums in zip(self.routers.values(), self._sums, strict=True):
             counts = sums[: router.experts]
-            if router.expert_bias is not None:
+            if router.expert_bias is not None and router.weight.requires_grad:
                 router.expert_bias.add_((counts.mean() - counts).sign(), alpha=self._rate)
             if router.load is not None:
                 router.load.copy_(counts / counts.sum())
