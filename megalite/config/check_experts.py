@@ -28,6 +28,11 @@ def expert_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--fp8-format {config.precision.fp8_format} can't be used with {flag}: use --bf16"
     if config.layout.tensor_model_parallel_size > 1 and not config.layout.sequence_parallel:
         yield f"{flag} with --tensor-model-parallel-size above 1 needs --sequence-parallel"
+    if config.peft.peft == "prompt" and config.layout.context_parallel_size > 1:
+        yield (
+            f"--peft prompt can't be used with {flag} and --context-parallel-size above 1, whose ranks would each "
+            "count the virtual tokens: use lora, or --context-parallel-size 1"
+        )
     if model.num_layers is not None:
         try:
             expert_layers(model)

@@ -30,7 +30,7 @@ class Microbatch:
 
     With multi-token prediction, of `depths` tokens more: ahead_tokens, ahead_labels int64 and ahead_mask bool [b,
     depths, s], what tokens, labels and loss_mask are so many places ahead; the mask is False where that is another
-    document or the end. Here, since a rank may later hold a part of each sequence.
+    document or the end. Here, since a context-parallel rank has only a part of each sequence.
     """
 
     tokens: torch.Tensor

@@ -19,3 +19,8 @@ def zigzag(length: int, ranks: int, rank: int, device: torch.device | str = "cpu
         return torch.arange(length, device=device)
     starts = rank * chunk, (2 * ranks - 1 - rank) * chunk
     return torch.cat([torch.arange(start, start + chunk, device=device) for start in starts])
+
+
+def by_rank(length: int, ranks: int, device: torch.device | str = "cpu") -> Tensor:
+    """The places of the first rank's tokens, then of the second's, and so on: int64 [length]."""
+    return torch.cat([zigzag(length, ranks, rank, device) for rank in range(ranks)])

@@ -28,7 +28,7 @@ from megalite.distributed.collectives import (
     start_shift,
     transpose_over_ranks,
 )
-from megalite.distributed.context import zigzag
+from megalite.distributed.context import by_rank, zigzag
 from megalite.distributed.mesh import Group
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.nn.attention_blocks import Block, BlockKernel, block_kernel
@@ -218,10 +218,9 @@ class BlockwiseAttention(CoreAttention):
             return None
         assert tokens.sequences is not None
         places, size = tokens.sequences.places, self.exchange.group.size
-        device, length = places.index.device, len(places.index)
-        by_rank = torch.cat([zigzag(length, size, rank, device) for rank in range(size)])
+        order = by_rank(len(places.index), size, places.index.device)
         queries = tokens.queries.slice(tokens.queries.virtual, len(tokens.queries.index))
-        return visibility(queries, places.take(by_rank), self.window)
+        return visibility(queries, places.take(order), self.window)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: int) -> Tensor:
         keys = tokens.keys or tokens.queries
@@ -261,22 +260,18 @@ class HeadExchange(CoreAttention):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, layer: int) -> Tensor:
         keys, queries = (tokens.keys or tokens.queries).virtual, tokens.queries.virtual
-        order = self._order((len(q) - queries) * self.group.size, q.device)
+        order = by_rank((len(q) - queries) * self.group.size, self.group.size, q.device)
         repeats = max(1, self.group.size // k.shape[2])  # where ranks share a group, each gets it
         k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v)) if repeats > 1 else (k, v)
         q, k, v = (self._whole(x, n, order) for x, n in ((q, queries), (k, keys), (v, keys)))
         out = self.core(q, k, v, self._tokens(tokens), layer)
+        # The group's tokens are those of a rank of the ring, in order: cut in the same way.
         parts = out[queries:][order].unflatten(0, (self.group.size, -1))  # of each rank's tokens
         mine = transpose_over_ranks(parts, self.group).permute(1, 2, 0, 3).flatten(2)
         if not queries:
             return mine
         virtual = gather_sequence(out[None, :queries], self.group).permute(1, 2, 0, 3).flatten(2)
         return torch.cat((virtual, mine))
-
-    def _order(self, length: int, device: torch.device) -> Tensor:
-        """Where each rank's tokens are among those of all in order, int64 [length]."""
-        size = self.group.size
-        return torch.cat([zigzag(length, size, rank, device) for rank in range(size)])
 
     def _whole(self, x: Tensor, virtual: int, order: Tensor) -> Tensor:
         """`x` [tokens, b, heads, d] of this rank → [tokens, b, heads / size, d] of all ranks, in order, after the

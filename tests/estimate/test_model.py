@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config.resolve import head_widths, resolve
-from megalite.config.schema import ModelConfig, PrecisionConfig
+from megalite.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megalite.distributed.launch import Environment
 from megalite.distributed.mesh import single_process_mesh
 from megalite.estimate.memory import estimate_memory
@@ -69,6 +69,11 @@ def test_a_step_costs_what_the_formula_says(kind: str, more: dict[str, Any]) -> 
 @pytest.mark.parametrize("latent", [False, True], ids=["grouped", "latent"])
 def test_a_step_that_predicts_further_tokens_costs_what_the_formula_says(latent: bool) -> None:
     config = network(Variant(), tied=False, llama=True, latent=latent, ahead=2, precision=PrecisionConfig(fp64=True))
+    _assert_formula_is_counted(config, depths=2)
+
+
+def _assert_formula_is_counted(config: RunConfig, *, depths: int) -> None:
+    """A step's FLOPs are those of the formula. `depths`: of multi-token prediction."""
     config.model.attention_backend = "unfused"
     config.data.eod_mask_loss = config.data.reset_attention_mask = config.data.reset_position_ids = False
     run = build_run(prepare_config(resolve(config, 1), Environment()), single_process_mesh())
@@ -78,8 +83,9 @@ def test_a_step_that_predicts_further_tokens_costs_what_the_formula_says(latent:
     run.close()
     formula = run.model.flops_per_token(length)
     # As above, the whole square; and the last tokens have none so far ahead.
-    formula += 3.0 * (model.num_layers + 2) * length * model.num_attention_heads * sum(head_widths(model))
-    formula -= 6.0 * model.hidden_size * run.model.stages[0].vocab_size * (1 + 2) / length
+    formula += 3.0 * (model.num_layers + depths) * length * model.num_attention_heads * sum(head_widths(model))
+    missing = sum(range(1, depths + 1))
+    formula -= 6.0 * model.hidden_size * run.model.stages[0].vocab_size * missing / length
     assert record.counted_tokens == record.consumed_tokens
     assert counter.get_total_flops() / record.consumed_tokens == pytest.approx(formula, rel=1e-12)
 
@@ -156,16 +162,5 @@ def test_a_token_uses_the_parameters_of_its_experts(network: dict[str, Any]) -> 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_step_with_experts_costs_what_the_formula_says(shared: bool) -> None:
     config = network(Variant(pp=2), tied=False, llama=True, ahead=1, precision=PrecisionConfig(fp64=True))
-    config.model.attention_backend, config.data.eod_mask_loss = "unfused", False
-    config.data.reset_attention_mask = config.data.reset_position_ids = False
     set_fields(config, **EXPERTS, **(SHARED if shared else {}), moe_layer_freq="[0,1]")
-    run = build_run(prepare_config(resolve(config, 1), Environment()), single_process_mesh())
-    model, length = run.model.config.model, run.model.config.data.seq_length
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _product}) as counter:
-        record = run.trainer.step()
-    run.close()
-    formula = run.model.flops_per_token(length)
-    # As above: the whole square, and the last token has none ahead.
-    formula += 3.0 * (model.num_layers + 1) * length * model.num_attention_heads * sum(head_widths(model))
-    formula -= 6.0 * model.hidden_size * run.model.stages[0].vocab_size / length
-    assert counter.get_total_flops() / record.consumed_tokens == pytest.approx(formula, rel=1e-12)
+    _assert_formula_is_counted(config, depths=1)

@@ -115,7 +115,7 @@ def test_dropped_weights_are_those_of_whole_rows() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_cuda_blocks_make_causal_attention(dtype: torch.dtype) -> None:
     shapes = (2, 4, 12, 16), (2, 2, 12, 16), (2, 2, 12, 16)

@@ -20,6 +20,7 @@ from megalite.nn.moe.experts import Experts
 from megalite.nn.moe.router import Router
 from megalite.nn.moe.routing import Routing
 from megalite.nn.tokens import Auxiliary, Places, Tokens
+from megalite.precision import products
 from tests.helpers import FP64, tiny_build, tiny_config
 
 DOUBLE = torch.float64
@@ -203,3 +204,21 @@ def test_tokens_of_two_ranks_get_what_a_loop_computes(
     assert w1.grad is not None
     dim = 0 if layout.ep == 2 else 2
     torch.testing.assert_close(torch.cat([each[3] for each in found], dim=dim), w1.grad, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 5), (0, 0, 8), (0, 0, 0)])
+def test_the_grouped_kernel_computes_what_products_one_by_one_do(
+    counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken on CUDA; a CPU has it too."""
+    rows = sum(counts)
+    x, grad, weight = (_random(*shape).float() for shape in ((rows, 16), (rows, 8), (3, 8, 16)))
+    found = []
+    for grouped in (False, True):
+        monkeypatch.setattr(products, "_is_grouped_by_torch", lambda *_, kernel=grouped: kernel)
+        total = torch.ones(3, 8, 16)
+        made = products.Products()
+        made.add_grouped_weight_gradient(total, grad, x, counts)
+        found.append((made.grouped_output(x, weight, counts), made.grouped_input_gradient(grad, weight, counts), total))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

@@ -7,6 +7,7 @@ the backward at the weights; each rank adds its tokens' part of it.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -172,10 +173,7 @@ class Router(ShardedModule):
 
 
 def _size(parts: list[Group]) -> int:
-    size = 1
-    for group in parts:
-        size *= group.size
-    return size
+    return prod(group.size for group in parts)
 
 
 def _of_sequences(x: Tensor, sequences: int) -> Tensor:
