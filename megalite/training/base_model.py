@@ -52,7 +52,7 @@ def check_base_weights(folder: str) -> list[str]:
         return [f"--load-hf: {error}"]
 
 
-def base_names(folder: str, names: Iterable[str], *, upcycled: bool) -> set[str]:
+def base_names(folder: str, names: Iterable[str], *, upcycled: bool = False) -> set[str]:
     """Which of a model's parameters take their values from the folder: all but a head that it hasn't. `upcycled`: and
     but routers."""
     has_head = read_huggingface_config(folder, None).classes is not None
