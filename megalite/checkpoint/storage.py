@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.errors import CheckpointError, naming, reason
-from megalite.checkpoint.metadata import check_files, read_index
+from megalite.checkpoint.index import check_files, read_index
 from megalite.config.schema import CheckpointConfig, RunConfig
 from megalite.files.atomic import publish_folder, remove_leftovers, remove_whole, replacing, sync
 from megalite.files.owner import OWNER, check_unowned, owning
@@ -31,7 +31,8 @@ CONFIG_FILE = "config.json"
 STATE_FILE = "training_state.json"
 DOCUMENTS = (CONFIG_FILE, STATE_FILE)
 """All of a checkpoint that isn't tensors."""
-CHECKSUMS, DATA_SUFFIX = "checksums.json", ".distcp"
+CHECKSUMS, DATA_SUFFIX = "checksums.json", ".safetensors"
+_DATA_SUFFIXES = (DATA_SUFFIX, ".distcp")  # the second in checkpoints of older versions
 ADAPTER_FILE = "adapter_config.json"
 _KINDS = {
     "--load": "holds checkpoints of megalite: did you mean --load {0} (in training, for its weights alone, "
@@ -134,7 +135,7 @@ def write_documents(folder: Path, texts: Mapping[str, str]) -> None:
     with naming(folder):
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        small = sorted(path for path in folder.iterdir() if path.suffix != DATA_SUFFIX)
+        small = sorted(path for path in folder.iterdir() if path.suffix not in _DATA_SUFFIXES)
         sums = {path.name: _checksum(path.read_bytes()) for path in small}
         values = {"algorithm": "crc32", "files": sums, "files_checksum": _checksum_of(sums)}
         (folder / CHECKSUMS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -165,7 +166,7 @@ def _check_small_files(folder: Path) -> None:
         raise CheckpointError(f"{path} is damaged ({reason(error)}): copy it {advice}") from error
     for file, expected in ((folder / name, expected) for name, expected in sums.items()):
         with naming(file):
-            found = expected if file.suffix == DATA_SUFFIX else _checksum(file.read_bytes())
+            found = expected if file.suffix in _DATA_SUFFIXES else _checksum(file.read_bytes())
         if found != expected:
             raise CheckpointError(
                 f"{file} is damaged or was changed: its checksum is {found}, and {CHECKSUMS} says {expected}. Copy it "

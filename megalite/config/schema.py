@@ -346,7 +346,7 @@ class CheckpointConfig:
     load_rng: bool = flag(True, "do not load the dropout seed: use --seed", option="--no-load-rng")
     use_checkpoint_args: bool = flag(False, "take network and tokenizer flags that you leave out from the checkpoint")
     exit_on_missing_checkpoint: bool = flag(False, "fail if --load has no checkpoint, instead of starting a new run")
-    async_save: bool = flag(False, "write checkpoints in the background", planned="asynchronous save")
+    async_save: bool = flag(False, "copy checkpoints and adapters to memory and write them while training goes on")
 
 
 @dataclass

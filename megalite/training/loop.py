@@ -105,8 +105,10 @@ class Loop:
             if state.iteration % config.logging.log_interval == 0:
                 self.say(*self.trainer.timers.lines(config.logging.log_interval))
             last = state.iteration >= self.total_iterations
+            self.parts.saver.poll()
             if last or self._due(config.validation.eval_interval):
                 self._evaluate("valid")
+                self.parts.saver.wait()  # nothing was stepped meanwhile, so little is left to wait for
             if last or self._due(config.checkpoint.save_interval):
                 self.parts.save()
                 saved = state.iteration
@@ -116,6 +118,7 @@ class Loop:
                 self._sum_up(*begun, seconds)
                 if saved != state.iteration:
                     self.parts.save()
+                self.parts.saver.wait()
                 self.say(f"exiting at iteration {state.iteration}: {reason}")
                 return True
         self._sum_up(*begun, seconds)

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.checkpoint import load_checkpoint, read_checkpoint_config, read_training_state, save_checkpoint
+from megalite.checkpoint.checkpoint import Planned, load_checkpoint, plan, read_checkpoint_config, read_training_state
 from megalite.checkpoint.errors import CheckpointError, agree, on_first_rank
 from megalite.checkpoint.huggingface.architecture import HEAD
-from megalite.checkpoint.metadata import stored_tensors
+from megalite.checkpoint.index import stored_tensors
 from megalite.checkpoint.storage import (
     CONFIG_FILE,
     STATE_FILE,
@@ -172,10 +172,12 @@ def _load_frozen(directory: CheckpointDirectory, model: TrainedModel) -> None:
     load_checkpoint(directory, mesh=model.mesh, pieces=_named_by_source(pieces, directory, model))
 
 
-def save(model: TrainedModel, progress: Progress, root: str, *, retain: Retention, beside: Mapping[str, bytes]) -> Path:
-    """Write a checkpoint of the present state into `root`; its folder. See `save_checkpoint`. Collective (world)."""
+def plan_save(
+    model: TrainedModel, progress: Progress, root: str, *, retain: Retention, beside: Mapping[str, bytes]
+) -> Planned:
+    """The checkpoint of the present state to write into `root`. See `checkpoint.plan`."""
     config = model.config.checkpoint
-    return save_checkpoint(
+    return plan(
         Path(root),
         progress.state.iteration,
         mesh=model.mesh,

@@ -73,6 +73,18 @@ def copy(folder: Path, target: Path, *, last: int) -> Path:
     return target
 
 
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_saves_in_the_background_hold_what_saves_that_are_waited_for_hold(processes: int, tmp_path: Path) -> None:
+    flags = "--bf16 --train-iters 4 --save-interval 1 --eval-interval 3 --eval-iters 1"
+    metrics = {
+        name: go(f"{flags} {more}", tmp_path / name, processes=processes)
+        for name, more in (("waiting", ""), ("background", "--async-save"))
+    }
+    assert written(metrics["background"], *ALL_FIELDS) == written(metrics["waiting"], *ALL_FIELDS)
+    for iteration in range(1, 5):
+        assert_same_checkpoint(*(checkpoint(tmp_path / name, iteration) for name in metrics))
+
+
 def test_a_run_goes_on_from_resharded_files_as_from_its_own(tmp_path: Path) -> None:
     flags = "--bf16 --use-distributed-optimizer --train-iters 2"
     go(f"{flags} --exit-interval 1", tmp_path / "run", processes=2)
@@ -80,7 +92,7 @@ def test_a_run_goes_on_from_resharded_files_as_from_its_own(tmp_path: Path) -> N
     assert found is not None
     new = reshard(found, tmp_path / "new")
     assert_same_checkpoint(new, found.path)
-    assert len(list(new.glob("*.distcp"))) == 1 < len(list(found.path.glob("*.distcp")))
+    assert len(list(new.glob("*.safetensors"))) == 1 < len(list(found.path.glob("*.safetensors")))
     own = go(flags, tmp_path / "run", processes=2)
     resharded = go(flags, tmp_path / "new", processes=2)
     assert written(own, *ALL_FIELDS)[-1:] == written(resharded, *ALL_FIELDS)
@@ -242,7 +254,7 @@ def test_evaluation_logging_and_saving_change_nothing(six_steps: Path, tmp_path:
 
 def test_a_broken_newest_checkpoint_falls_back_to_the_one_before_and_says_so(six_steps: Path, tmp_path: Path) -> None:
     folder = copy(six_steps, tmp_path / "run", last=6)
-    for file in checkpoint(folder, 6).glob("*.distcp"):
+    for file in checkpoint(folder, 6).glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:100])
     outcome = run(f"{MICRO} --train-iters 6 --load {folder} --metrics-file {folder}/m.jsonl")
     assert written(folder / "m.jsonl") == written(six_steps / "m.jsonl")

@@ -148,7 +148,7 @@ def test_the_adapter_is_there_although_the_checkpoint_could_not_be_saved(
     def full(*_: object, **__: object) -> None:
         raise CheckpointError("No space left on device")
 
-    monkeypatch.setattr("megalite.training.resume.save_checkpoint", full)
+    monkeypatch.setattr("megalite.checkpoint.saver.write_and_commit", full)
     config = adapter_config("lora", pretrained_checkpoint=str(folders / "model"), save_adapter=str(tmp_path / "lora"))
     with pytest.raises(CheckpointError, match="No space left"):
         start(config, save=tmp_path / "run")
@@ -188,7 +188,9 @@ def test_the_best_loss_of_an_earlier_run_counts_only_where_its_adapter_is(tmp_pa
     said: list[str] = []
     plan = SimpleNamespace(peft=PeftConfig(save_best_adapter=str(tmp_path)))
     optimizer = SimpleNamespace(mesh=single_process_mesh())
-    saver = AdapterSaver(cast(Any, plan), cast(Any, optimizer), None, classes=None, beside={}, say=said.append)
+    saver = AdapterSaver(
+        cast(Any, plan), cast(Any, optimizer), None, classes=None, beside={}, saver=cast(Any, None), say=said.append
+    )
     assert saver.standing_best(4.7) is None
     assert f"--save-best-adapter {tmp_path} holds no adapter" in said[0]
     (tmp_path / "adapter_config.json").write_text("{}")
