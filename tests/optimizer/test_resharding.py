@@ -82,6 +82,7 @@ lean_states = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @lean_states
 def test_lean_states_survive_and_a_resumed_run_is_the_same_bit_by_bit(
     pool: ProcessPool, tmp_path: Path, states: str
