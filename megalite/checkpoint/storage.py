@@ -9,6 +9,7 @@ beside them; the tensors in data files have their own (`shards.py`).
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -61,26 +62,31 @@ class CheckpointDirectory:
 class Retention:
     """Which older checkpoints a new one leaves in place.
 
-    `keep_last`: only so many newest, the new one among them (`--keep-last-checkpoints`). `interval`: those at its
-    multiples stay in any case, and without `keep_last` only the one before the new one goes (`--save-retain-interval`,
-    as in Megatron-LM). Both None: all stay.
+    `keep_last`: only so many newest, the new one among them (`--keep-last-checkpoints`). `keep_best`: also so
+    many whose validation loss is lowest (`--keep-best`); without `keep_last` these and the newest. `interval`: those at
+    its multiples stay in any case, and without the others only the one before the new one goes
+    (`--save-retain-interval`, as in Megatron-LM). All None: all stay.
     """
 
     keep_last: int | None = None
     interval: int | None = None
+    keep_best: int | None = None
 
     @classmethod
     def from_config(cls, config: CheckpointConfig) -> Retention:
         """As the flags say."""
-        return cls(config.keep_last_checkpoints, config.save_retain_interval)
+        return cls(config.keep_last_checkpoints, config.save_retain_interval, config.keep_best)
 
-    def to_delete(self, older: list[int], previous: int | None) -> list[int]:
-        """Which of the `older` iterations (ascending) go, now that a newer is complete. `previous`: the tracker's."""
-        if self.keep_last is not None:
-            older = older[: max(0, len(older) - (self.keep_last - 1))]
+    def to_delete(self, older: list[int], previous: int | None, losses: Mapping[int, float]) -> list[int]:
+        """Which of the `older` iterations (ascending) go, now that a newer is complete. `previous`: the tracker's.
+        `losses`: of the validations that were made at saved iterations, the newest too."""
+        if self.keep_last is not None or self.keep_best is not None:
+            older = older[: max(0, len(older) - ((self.keep_last or 1) - 1))]
         else:
             older = [iteration for iteration in older if self.interval is not None and iteration == previous]
-        return [iteration for iteration in older if self.interval is None or iteration % self.interval != 0]
+        best = sorted(losses, key=lambda iteration: (losses[iteration], -iteration))[: self.keep_best or 0]
+        multiple = self.interval or max(older, default=0) + 1
+        return [iteration for iteration in older if iteration % multiple and iteration not in best]
 
 
 def directory_name(iteration: int) -> str:
@@ -219,13 +225,21 @@ def retire(root: Path, iteration: int, previous: int | None, retain: Retention) 
     incomplete folders stay. A failure is only a warning: the new checkpoint is safe."""
     entries = _entries(root, "")
     older = [number for number, path in entries.items() if number < iteration and not path.is_symlink()]
-    if retain.keep_last is not None:
+    if retain.keep_last is not None or retain.keep_best is not None:
         older = [number for number in older if problem(entries[number]) is None]
-    for number in retain.to_delete(older, previous):
+    losses = _losses({number: entries[number] for number in (*older, iteration)}) if retain.keep_best else {}
+    for number in retain.to_delete(older, previous, losses):
         try:
             remove_whole(entries[number])
         except OSError as error:
             warnings.warn(f"{entries[number]} could not be deleted: {reason(error)}", stacklevel=2)
+
+
+def _losses(folders: Mapping[int, Path]) -> dict[int, float]:
+    """Validation losses of those checkpoints, by iteration, that have one."""
+    states = {number: read_json(path / STATE_FILE).get("training", {}) for number, path in folders.items()}
+    found = {number: state.get("valid_loss") for number, state in states.items()}
+    return {number: loss for number, loss in found.items() if isinstance(loss, float) and math.isfinite(loss)}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -336,6 +336,11 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = flag(None, "keep only checkpoints at multiples of this, and the newest")
     keep_last_checkpoints: int | None = flag(None, "keep only this many newest checkpoints")
+    keep_best: int | None = flag(
+        None,
+        "keep the checkpoints with the lowest validation losses, this many; without --keep-last-checkpoints only these "
+        "and the newest",
+    )
     load: str | None = flag(None, "folder to resume from; if it has no checkpoint, training starts from the beginning")
     ckpt_step: int | None = flag(None, "iteration to load instead of the newest")
     finetune: bool = flag(False, "load only the weights and start at iteration 0")

@@ -95,6 +95,7 @@ class Loop:
         begun, saved, seconds = (state.iteration, state.consumed_tokens), state.iteration, 0.0
         self.trainer.restart_clock()
         while state.iteration < self.total_iterations:
+            state.valid_loss = None
             with self.profiler.step(state.iteration + 1):
                 record = self._step()
             seconds += record.elapsed_ms / 1e3
@@ -161,8 +162,10 @@ class Loop:
             self.validated(loss)
 
     def validated(self, loss: float) -> None:
-        """Keep the best adapter and show what the model writes, where they are asked for. Collective over the world."""
+        """Note the loss; keep the best adapter and show what the model writes, where they are asked for. Collective
+        over the world."""
         loss, parts = broadcast_object(loss, self.mesh.world), self.parts  # so that all ranks agree
+        self.state.valid_loss = loss
         if parts.adapter_saver is not None:
             self.state.best_valid_loss = parts.adapter_saver.save_if_best(loss, self.state.best_valid_loss)
         prompts, tokenizer = parts.prepared.prompts, parts.prepared.tokenizer

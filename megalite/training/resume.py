@@ -38,7 +38,8 @@ from megalite.precision.loss_scaler import LossScaler
 from megalite.training.base_model import load_base_model
 from megalite.training.model import TrainedModel
 
-_MAY_BE_NONE = ("begun_iteration", "begun_samples", "best_valid_loss")
+_LOSSES = ("best_valid_loss", "valid_loss")
+_MAY_BE_NONE = ("begun_iteration", "begun_samples", *_LOSSES)
 
 
 @dataclass
@@ -48,7 +49,8 @@ class TrainingState:
     the whole random state, since random numbers are a function. `skipped_in_a_row`: the last steps, as far as all were
     skipped. `nans`: steps whose loss was not a number. `begun_iteration`, `begun_samples`: where the present batch
     sizes began, which is 0 where none was ever changed; None where an older version wrote this. `best_valid_loss`: the
-    lowest of all evaluations for which `--save-best-adapter` wrote an adapter."""
+    lowest of all evaluations for which `--save-best-adapter` wrote an adapter. `valid_loss`: of the evaluation at this
+    iteration, where there was one."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -62,6 +64,7 @@ class TrainingState:
     begun_iteration: int | None = 0
     begun_samples: int | None = 0
     best_valid_loss: float | None = None
+    valid_loss: float | None = None
 
     def to_dict(self) -> dict[str, int | float | None]:
         return asdict(self)
@@ -71,7 +74,7 @@ class TrainingState:
         """Take the known fields; others are for other readers of the file. A TypeError for a value of another kind."""
         taken: dict[str, Any] = {"begun_iteration": None, "begun_samples": None}
         for name in (field.name for field in fields(cls) if field.name in values):
-            value, number = values[name], (int, float) if name == "best_valid_loss" else (int,)
+            value, number = values[name], (int, float) if name in _LOSSES else (int,)
             if type(value) not in number and not (name in _MAY_BE_NONE and value is None):
                 raise TypeError(f"{name} is {value!r}, not a {'number' if float in number else 'whole number'}")
             taken[name] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import zlib
@@ -208,6 +209,24 @@ def test_what_killed_saves_left_behind_goes_with_the_next_save(root: Path) -> No
 def test_retention_keeps_the_last_and_the_multiples(retain: Retention, kept: list[int], tmp_path: Path) -> None:
     for iteration in range(1, 7):
         save(tmp_path, iteration, retain)
+    assert names(tmp_path) == [*(f"iter_{n:07d}" for n in kept), TRACKER]
+
+
+@pytest.mark.parametrize(
+    ("retain", "kept"),
+    [
+        (Retention(keep_best=1), [3, 6]),
+        (Retention(keep_best=2), [1, 3, 6]),
+        (Retention(keep_best=2, keep_last=2), [1, 3, 5, 6]),
+        (Retention(keep_best=1, interval=4), [3, 4, 6]),
+    ],
+    ids=str,
+)
+def test_the_best_by_validation_loss_stay_beside_the_newest(retain: Retention, kept: list[int], tmp_path: Path) -> None:
+    losses = {1: 2.0, 2: 3.0, 3: 1.0, 4: math.nan, 5: None, 6: 4.0}
+    for iteration, loss in losses.items():
+        state = {"training": {"iteration": iteration, "valid_loss": loss}}
+        save(tmp_path, iteration, retain, state=state)
     assert names(tmp_path) == [*(f"iter_{n:07d}" for n in kept), TRACKER]
 
 

@@ -23,7 +23,7 @@ from megalite.training.metrics import StepRecord
 from megalite.training.prepare import Prepared, prepare_config
 from megalite.training.run import build_run
 from megalite.training.trainer import NonFiniteError, summed_over_ranks
-from tests.e2e.runs import checkpoint, checkpoint_tensors, training_state
+from tests.e2e.runs import checkpoint, checkpoint_tensors, evaluations, training_state
 from tests.peft.runs import adapter_config, build
 
 
@@ -65,6 +65,16 @@ def test_the_last_checkpoint_holds_the_best_loss_of_the_last_evaluation(tmp_path
     state = training_state(checkpoint(tmp_path / "run", 2))["training"]
     assert math.isfinite(state["best_valid_loss"])
     assert state["consumed_valid_samples"] == 0  # a run that goes on reads as if it hadn't ended here
+
+
+def test_the_checkpoint_of_the_lowest_validation_loss_stays(tmp_path: Path) -> None:
+    keeping = {"save": str(tmp_path), "save_interval": 1, "keep_best": 1, "eval_iters": 1, "eval_interval": 1}
+    # Steps so large that the loss doesn't simply fall.
+    finish(prepared(train_iters=5, lr=3.0, metrics_file=str(tmp_path / "m.jsonl"), **keeping))
+    losses = [line["lm_loss"] for line in evaluations(tmp_path / "m.jsonl") if line["split"] == "valid"]
+    best = losses.index(min(losses)) + 1
+    assert len(losses) == 5 and {best, 5} == {n for n in range(1, 6) if checkpoint(tmp_path, n).exists()}
+    assert training_state(checkpoint(tmp_path, best))["training"]["valid_loss"] == min(losses)
 
 
 class Deaf(NullTokenizer):
