@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from megalite.config.errors import UserError
 from megalite.distributed.collectives import broadcast_object
 from megalite.training.diagnostics import Profiler
 from megalite.training.evaluation import Continuations, Evaluator, length_multiple
@@ -45,6 +46,10 @@ class Loop:
                 f"interrupted after iteration {self.state.iteration}: {saved} saved; with --save DIR "
                 "--exit-signal-handler Ctrl-C saves"
             )
+            raise
+        except UserError as error:
+            if error.everywhere:  # all ranks stop, so all can wait for what is being written
+                self.parts.saver.wait()
             raise
         finally:
             self.profiler.close()

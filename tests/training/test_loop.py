@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from megalite.training.metrics import StepRecord
 from megalite.training.prepare import Prepared, prepare_config
 from megalite.training.run import build_run
 from megalite.training.trainer import NonFiniteError, summed_over_ranks
-from tests.e2e.runs import checkpoint, checkpoint_tensors, evaluations, training_state
+from tests.e2e.runs import checkpoint, checkpoint_tensors, evaluations, newest, training_state
 from tests.peft.runs import adapter_config, build
 
 
@@ -57,6 +58,17 @@ def test_a_run_that_only_skips_steps_deletes_no_good_checkpoint_and_leaves_the_a
     assert all(tensor.isfinite().all() for tensor in checkpoint_tensors(checkpoint(tmp_path / "run", 3)).values())
     assert [n for n in range(1, 20) if checkpoint(tmp_path / "run", n).exists()] == [2, 3, 4, 5, 6, 7, 8]
     assert (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == kept
+
+
+def test_a_run_that_stops_at_a_bad_step_finishes_the_save_under_way(tmp_path: Path) -> None:
+    run = build(adapter_config("none", save=str(tmp_path), save_interval=2, async_save=True, train_iters=9))
+    step, submit = run.trainer._forward_backward, run.saver.submit
+    bad = lambda *args: step(*args) * (math.nan if run.state.iteration == 2 else 1.0)  # noqa: E731
+    run.trainer._forward_backward = bad  # type: ignore[method-assign]
+    run.saver.submit = lambda job, done: submit(lambda group: (time.sleep(0.3), job(group)), done)  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteError):
+        Loop(run).run()
+    assert newest(tmp_path) == 2
 
 
 def test_the_last_checkpoint_holds_the_best_loss_of_the_last_evaluation(tmp_path: Path) -> None:
