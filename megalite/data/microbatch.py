@@ -23,10 +23,10 @@ class Microbatch:
     tokens, labels, position_ids: int64 [b, s]; labels are the next tokens. loss_mask: bool [b, s], True where the label
     counts. document_ids: int32 [b, s] with --reset-attention-mask or --sft-packing, else None: attention stays within
     equal ids. sample_ids: int64 [b], each sample's number in the order in which the whole run consumes samples; the
-    dropout key.
+    dropout key. lengths: int64 [b], how many of a row's tokens come before its padding; None: there is no padding.
 
     `places` int64 [n], where the batch is a part of its sequences: which tokens. Then tokens, labels and loss_mask, and
-    those ahead, are [..., n]; position_ids and document_ids are still of whole sequences.
+    those ahead, are [..., n]; position_ids, document_ids and lengths are still of whole sequences.
 
     With multi-token prediction, of `depths` tokens more: ahead_tokens, ahead_labels int64 and ahead_mask bool [b,
     depths, s], what tokens, labels and loss_mask are so many places ahead; the mask is False where that is another
@@ -39,6 +39,7 @@ class Microbatch:
     position_ids: torch.Tensor
     sample_ids: torch.Tensor
     document_ids: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
     places: torch.Tensor | None = None
     ahead_tokens: torch.Tensor | None = None
     ahead_labels: torch.Tensor | None = None

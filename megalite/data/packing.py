@@ -110,7 +110,8 @@ class Rows:
 class RowDataset:
     """A `SampleSource` of rows of S places.
 
-    tokens, labels, position_ids int64 [S], loss_mask bool [S]; with `packed` also document_ids int32 [S]. Positions
+    tokens, labels, position_ids int64 [S], loss_mask bool [S]; with `packed` also document_ids int32 [S] and lengths
+    int64 [], the places before the padding. Positions
     restart at 0 with each sequence, and for the padding at the end, which is a document of its own, holds `pad` and
     never counts, whatever `pad` is. Without `packed` a row has one sequence: attention is causal, so it can't see the
     padding.
@@ -147,7 +148,9 @@ class RowDataset:
             place = part.stop
         item["position_ids"][place:] = np.arange(length - place)
         item["document_ids"][place:] = len(members)
-        if not self.packed:
+        if self.packed:
+            item["lengths"] = np.array(place, dtype=np.int64)
+        else:
             del item["document_ids"]
         return item
 
@@ -155,11 +158,13 @@ class RowDataset:
 def trim(arrays: Item, multiple: int = 1) -> Item:
     """Stacked arrays [b, S] cut after the last place whose loss counts, rounded up to a multiple but not beyond S.
 
-    What comes later changes no loss, since attention is causal. S should be a multiple of `multiple` itself (with
-    sequence parallelism that of the tensor-parallel size). Arrays with one axis stay as they are.
+    What comes later changes no loss, since attention is causal. What looks at many tokens at once, as a router does,
+    must not see it either: `lengths` int64 [b] are added, the places up to each row's last that counts. S should be a
+    multiple of `multiple` itself (with sequence parallelism that of the tensor-parallel size). Arrays with one axis
+    stay as they are.
     """
     mask = arrays["loss_mask"]
-    counting = np.flatnonzero(mask.any(axis=0))
-    needed = int(counting[-1]) + 1 if len(counting) else 1
-    kept = min(mask.shape[1], -(-needed // multiple) * multiple)
+    lengths = np.where(mask.any(axis=1), mask.shape[1] - mask[:, ::-1].argmax(axis=1), 0)
+    kept = min(mask.shape[1], -(-max(1, int(lengths.max())) // multiple) * multiple)
+    arrays = {**arrays, "lengths": lengths.astype(np.int64)}
     return {name: np.ascontiguousarray(a[:, :kept]) if a.ndim == 2 else a for name, a in arrays.items()}

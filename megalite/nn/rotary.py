@@ -129,7 +129,7 @@ def score_scale(config: ModelConfig) -> float | None:
 def rotary_table(config: ModelConfig, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [s, b or 1, 1, rotary width / 2] in `dtype` for the positions of `tokens`."""
     position_ids = tokens.positions
-    lengths = tokens.lengths().t()[:, :, None] if scales_by_length(config) else None
+    lengths = tokens.reaches().t()[:, :, None] if scales_by_length(config) else None
     frequencies = inverse_frequencies(config, dtype, position_ids.device, lengths)
     angles = position_ids.t().to(dtype)[:, :, None, None] * frequencies
     factor = attention_factor(config)

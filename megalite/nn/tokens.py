@@ -109,7 +109,8 @@ class Tokens:
     activations between blocks are cut along s (sequence parallelism). `dropout_keys` int64 [b]: None in evaluation.
     `borders` int32: `cumulative_lengths` of the documents, for kernels that take no mask. `begins`: the sequences begin
     here; not so where earlier tokens are in the cache. `sequences`: None where this rank has all of them.
-    `auxiliary`: None in evaluation.
+    `auxiliary`: None in evaluation. `lengths` int64 [b]: how many places of each sequence, virtual ones included, come
+    before its padding; None: there is no padding.
 
     The model adds what is the same in all layers: `mask`, as `visibility` (None: the causal rule is all), and `rotary`,
     cosines and sines of the positions (None: nothing is rotated).
@@ -125,6 +126,7 @@ class Tokens:
     begins: bool = True
     sequences: Sequences | None = None
     auxiliary: Auxiliary | None = None
+    lengths: Tensor | None = None
     mask: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
 
@@ -143,7 +145,7 @@ class Tokens:
         sequences = Sequences(whole.queries, positions)
         return cls(positions[:, index], whole.queries.take(index), sequences=sequences)
 
-    def lengths(self) -> Tensor:
+    def reaches(self) -> Tensor:
         """`sequence_lengths` of the whole sequences, for these tokens: int64 as `positions`."""
         if self.sequences is None:
             return sequence_lengths(self.positions)
@@ -162,6 +164,11 @@ class Tokens:
     def index_between_blocks(self) -> Tensor:
         """Which tokens of the sequence this rank's activations between blocks are, int64."""
         return self.part(self.queries.index)
+
+    @property
+    def counted_between_blocks(self) -> Tensor | None:
+        """Of these, for each sequence, which aren't padding: bool [n, b]; None: all."""
+        return None if self.lengths is None else self.index_between_blocks[:, None] < self.lengths
 
 
 @dataclass(frozen=True)
@@ -190,4 +197,5 @@ class VirtualTokens:
         positions = torch.cat((virtual, positions), dim=1)
         if sequences is not None:  # each rank has the virtual tokens, which see none of the others
             sequences = sequences._replace(positions=torch.cat((virtual, sequences.positions), dim=1))
-        return replace(tokens, positions=positions, queries=keys, sequences=sequences)
+        lengths = None if tokens.lengths is None else tokens.lengths + self.count
+        return replace(tokens, positions=positions, queries=keys, sequences=sequences, lengths=lengths)

@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -156,7 +156,13 @@ class Continuations:
         def choose(stage: GPTStage, hidden: Tensor, batch: Microbatch) -> None:
             found.extend(self._local(stage, hidden, batch))
 
-        self.engine.evaluate([self._padded(texts).of_rank(self.mesh.cp)], choose)
+        batches = [self._padded(texts)]
+        if self.engine.executor.stages[0].config.moe_expert_capacity_factor is not None:
+            # Tokens of a batch are dropped for others of it, and no text may depend on the others.
+            batches = [
+                replace(self._padded([text]), sample_ids=torch.tensor([number])) for number, text in enumerate(texts)
+            ]
+        self.engine.evaluate([batch.of_rank(self.mesh.cp) for batch in batches], choose)
         best: dict[int, tuple[float, int]] = {}
         for group in (self.mesh.tp, self.mesh.cp, self.mesh.pp):  # who has not the last stage or a text finds nothing
             found = [each for share in all_gather_objects(found, group) for each in share]
@@ -166,8 +172,8 @@ class Continuations:
         return [best[text][1] for text in range(len(texts))]
 
     def _local(self, stage: GPTStage, hidden: Tensor, batch: Microbatch) -> list[tuple[int, float, int]]:
-        """Of each text that ends here: its number, the largest logit after it and the id of that, among the columns of
-        this tensor-parallel rank."""
+        """Of each text that ends here: its number, which is the sample's, the largest logit after it and the id of
+        that, among the columns of this tensor-parallel rank."""
         rows, places = batch.loss_mask.nonzero(as_tuple=True)
         indices = (places + stage.sequence_length(0)) * len(rows) + rows
         first = stage.group.rank * stage.output_weight.shape[0]
@@ -176,7 +182,7 @@ class Continuations:
             return []
         values, columns = logits.max(dim=1)
         columns += first
-        return list(zip(rows.tolist(), values.tolist(), columns.tolist(), strict=True))
+        return list(zip(batch.sample_ids[rows].tolist(), values.tolist(), columns.tolist(), strict=True))
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> Microbatch:
         """The texts as rows; attention is causal, so no text sees its padding. The loss counts their last places."""
@@ -185,4 +191,5 @@ class Continuations:
         mask = torch.zeros(tokens.shape, dtype=torch.bool)
         mask[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])] = True
         positions = torch.arange(width).expand(len(texts), -1)
-        return Microbatch(tokens, torch.zeros_like(tokens), mask, positions, torch.arange(len(texts)))
+        lengths = torch.tensor([len(text) for text in texts])
+        return Microbatch(tokens, torch.zeros_like(tokens), mask, positions, torch.arange(len(texts)), lengths=lengths)

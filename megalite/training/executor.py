@@ -74,6 +74,7 @@ def move(batch: Microbatch, mesh: Mesh, dropout_key: Tensor | None = None) -> tu
         Tokens.at(batch.places, batch.position_ids, batch.document_ids),
         group=mesh.tp if mesh.layout.sequence_parallel else None,
         borders=borders,
+        lengths=batch.lengths,
         dropout_keys=None if dropout_key is None else random.fold(dropout_key, batch.sample_ids),
     )
     return batch, tokens

@@ -18,7 +18,7 @@ from megalite.config.errors import UserError
 from megalite.data.microbatch import Microbatch
 from megalite.distributed import random
 from megalite.distributed.collectives import all_reduce
-from megalite.distributed.mesh import Mesh
+from megalite.distributed.mesh import Group, Mesh
 from megalite.optimizer.optimizer import StepResult
 from megalite.optimizer.schedule import BatchSchedule
 from megalite.training.diagnostics import Timers
@@ -32,6 +32,13 @@ class NonFiniteError(UserError):
     """A loss or gradient norm that isn't finite, with `--nan-action stop` or too often in a row."""
 
     everywhere = True
+
+
+def _tokens_of(batch: Microbatch, cp: Group) -> int:
+    """How many of a batch's tokens, which aren't padding, a context-parallel rank adds to their number."""
+    if batch.lengths is None:
+        return batch.tokens.numel()
+    return int(batch.lengths.clamp(min=1).sum()) if cp.rank == 0 else 0  # they are of whole sequences
 
 
 def summed_over_ranks(losses: Tensor, mesh: Mesh) -> Tensor:
@@ -81,10 +88,10 @@ class Trainer:
 
     def _count_tokens(self, microbatches: list[Microbatch]) -> Tensor:
         """Tokens of the global batch, int64 [2 + depths] on the device: those whose loss counts, over which it is the
-        mean; all that are processed; and those that count of each depth of multi-token prediction."""
+        mean; all but padding; and those that count of each depth of multi-token prediction."""
         objective = self.engine.executor.objective
         counted, ahead = objective.normaliser(microbatches), objective.normalisers_ahead(microbatches)
-        processed = sum(batch.tokens.numel() for batch in microbatches)
+        processed = sum(_tokens_of(batch, self.mesh.cp) for batch in microbatches)
         mine = torch.cat([counted.view(1), torch.tensor([processed]), ahead])
         return all_reduce(self.mesh.upload(mine), self.mesh.dp_cp)
 

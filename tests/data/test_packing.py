@@ -85,6 +85,7 @@ def test_the_worked_example() -> None:
         "loss_mask": ("bool", [True, True, False, True, True, False, False, False]),
         "position_ids": ("int64", [0, 1, 0, 1, 2, 0, 1, 2]),
         "document_ids": ("int32", [0, 0, 1, 1, 1, 2, 2, 2]),
+        "lengths": ("int64", 5),
     }
     assert {name: (array.dtype.name, array.tolist()) for name, array in item.items()} == expected
 

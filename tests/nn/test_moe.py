@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,18 +93,60 @@ def test_sinkhorn_scores_have_equal_sums() -> None:
     torch.testing.assert_close(scores.sum(dim=1), torch.full((16,), 1 / 16, dtype=DOUBLE), rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("padding", [(), (2, 3, 7)])
 @pytest.mark.parametrize("policy", ["probs", "position"])
-def test_an_expert_keeps_up_to_its_capacity(policy: str) -> None:
+def test_an_expert_keeps_up_to_its_capacity(policy: str, padding: tuple[int, ...]) -> None:
     experts = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(n))[:2] for n in range(10)])
     routing = Routing(experts, _random(10, 2).abs())
     order = torch.randperm(10, generator=torch.Generator().manual_seed(1))
     config = tiny_config(**NETWORK | {"num_experts": 4}, moe_token_drop_policy=policy)
-    kept = capacity_mask(routing, 3, order, [], config)
+    counted = torch.tensor([n not in padding for n in range(10)])[:, None]
+    kept = capacity_mask(routing, torch.tensor(3.0), order, counted, [], config)
     for expert in range(4):
-        mine = [(n, k) for n in range(10) for k in range(2) if experts[n, k] == expert]
+        mine = [(n, k) for n in range(10) for k in range(2) if experts[n, k] == expert and n not in padding]
         weight = {(n, k): routing.weights[n, k].item() for n, k in mine}
         ranked = sorted(mine, key=lambda at: -weight[at] if policy == "probs" else order[at[0]].item())
         assert {at for at in mine if kept[at]} == set(ranked[:3])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.3, 0.2]},
+        {"moe_z_loss_coeff": 0.1},
+    ],
+    ids=str,
+)
+def test_a_sequence_with_padding_counts_as_without_it_and_beside_others(fields: dict[str, Any]) -> None:
+    """Losses of two sequences of 6 and 3 tokens, by their gradients, and what is counted for biases and the log."""
+    x, router, lengths = _random(8, 2, 32), _router(**fields), [6, 3]
+    for row, length in enumerate(lengths):
+        router(x[:length, row : row + 1], _tokens(length, 1)).weights.sum().mul(0.0).backward()
+    alone, counts = router.weight.grad, router.figures.values.clone()
+    router.weight.grad = None
+    router.figures.values.zero_()
+    tokens = replace(_tokens(8, 2), lengths=torch.tensor(lengths))
+    router(x, tokens).weights.sum().mul(0.0).backward()
+    assert alone is not None and router.weight.grad is not None
+    torch.testing.assert_close(router.weight.grad, alone, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(router.figures.values, counts, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"moe_expert_capacity_factor": 0.8, "moe_token_drop_policy": "position"},
+        {"moe_expert_capacity_factor": 0.8},
+        {"moe_router_load_balancing_type": ["sinkhorn"], "moe_router_topk": 1},
+    ],
+    ids=str,
+)
+def test_padding_takes_no_place_of_a_token(fields: dict[str, Any]) -> None:
+    x, router = _random(9, 2, 32), _router(**fields)
+    without = router(x[:5], _tokens(5, 2))
+    found = router(x, replace(_tokens(9, 2), lengths=torch.tensor([5, 5])))
+    assert torch.equal(found.experts[:10], without.experts)
+    torch.testing.assert_close(found.weights[:10], without.weights, rtol=1e-12, atol=0)
 
 
 def test_tokens_after_a_cache_are_never_dropped() -> None:

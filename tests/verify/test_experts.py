@@ -33,9 +33,19 @@ from tests.verify.networks import covering, network
 Case = tuple[Variant, str, bool]  # layout, dispatcher, multi-latent attention with tokens ahead
 
 
-def _config(variant: Variant, dispatcher: str = "alltoall", *, latent: bool = False, **fields: Any) -> RunConfig:
-    """Of eight experts, for one process or `variant`."""
-    config = network(variant, llama=not latent, latent=latent, ahead=2 if latent else 0, tied=False, steps=2)
+def _config(
+    variant: Variant,
+    dispatcher: str = "alltoall",
+    *,
+    latent: bool = False,
+    samples: Path | None = None,
+    **fields: Any,
+) -> RunConfig:
+    """Of eight experts, for one process or `variant`. `samples`: a folder for questions and answers to train on."""
+    depths, task = 2 if latent else 0, None if samples is None else "packed answers, all weights"
+    config = network(
+        variant, llama=not latent, latent=latent, ahead=depths, tied=False, steps=2, finetuning=task, folder=samples
+    )
     model = config.model
     model.num_experts, model.moe_ffn_hidden_size, model.moe_token_dispatcher_type = 8, 16, dispatcher
     model.moe_shared_expert_intermediate_size, model.moe_shared_expert_gate = 24, True
@@ -141,6 +151,34 @@ def test_a_router_decides_alike_in_every_layout(pool: ProcessPool, variant: Vari
     config = _config(variant, **fields)
     config.training.micro_batch_size = 1 if fields.get("moe_router_topk") == 1 else 2
     config.training.global_batch_size = 8
+    assert _prove(pool, variant, config, steps=3) <= TOLERANCE
+
+
+RAGGED: list[tuple[Variant, dict[str, Any]]] = [
+    (SP, {"moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]}),
+    (CP, {"moe_expert_capacity_factor": 1.0}),
+    (
+        Variant(tp=2, sequence_parallel=True, cp=2, ep=2, etp=1),
+        {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.2,
+            "moe_router_load_balancing_type": ["global_aux_loss"],
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("variant", "fields"), RAGGED, ids=[str(variant) for variant, _ in RAGGED])
+def test_padding_behind_samples_counts_nowhere(
+    pool: ProcessPool, tmp_path: Path, variant: Variant, fields: dict[str, Any], packed: bool
+) -> None:
+    """Batches are cut to their longest sample, at a length that the layout allows."""
+    config = _config(variant, samples=tmp_path, **fields)
+    config.finetune.sft_packing = packed
+    config.data.seq_length = config.model.max_position_embeddings = 40  # samples have up to 16
+    config.training.micro_batch_size, config.training.global_batch_size = 2, 8
     assert _prove(pool, variant, config, steps=3) <= TOLERANCE
 
 

@@ -24,9 +24,9 @@ def limited_to_groups(scores: Tensor, groups: int, group_topk: int, counted: int
 
 def sinkhorn(logits: Tensor, mine: Tensor, tolerance: float = 1e-4) -> Tensor:
     """Scores of `mine`, some rows of `logits` [n, experts], after rows and columns of all of exp(logits) are scaled to
-    equal sums (Clark et al. 2022), or nearly so after many rounds."""
+    equal sums (Clark et al. 2022), or nearly so after many rounds. Rows of -inf (padding) have no part in that."""
     costs = logits.exp()
-    tokens, experts = costs.shape
+    tokens, experts = costs.any(dim=1).sum(), costs.shape[1]
     columns = costs.new_ones(experts)
     for _ in range(_MOST_ROUNDS):
         rows = 1.0 / (tokens * ((costs * columns).sum(1) + 1e-8))
@@ -38,10 +38,15 @@ def sinkhorn(logits: Tensor, mine: Tensor, tolerance: float = 1e-4) -> Tensor:
     return ours * columns / (tokens * ((ours * columns).sum(1, keepdim=True) + 1e-8))
 
 
-def capacity_mask(routing: Routing, capacity: int, order: Tensor, parts: list[Group], config: ModelConfig) -> Tensor:
-    """Bool as `routing.experts`: which of them keep the token, each at most `capacity` of the whole micro-batch: those
-    with the highest weights, or with `position` the first. `order` int64 [n]: places of the tokens in it."""
-    experts, weights, places, first = routing.experts, routing.weights.detach(), order, 0
+def capacity_mask(
+    routing: Routing, capacity: Tensor, order: Tensor, counted: Tensor, parts: list[Group], config: ModelConfig
+) -> Tensor:
+    """Bool as `routing.experts`: which of them keep the token, each at most `capacity` [] of the whole micro-batch:
+    those with the highest weights, or with `position` the first, before any padding. `order` int64 [n]: places of the
+    tokens in it. `counted` bool [n, 1]: not of padding."""
+    experts, first = routing.experts, 0
+    weights = routing.weights.detach().masked_fill(~counted, -torch.inf)
+    places = torch.where(counted[:, 0], order, order + torch.iinfo(order.dtype).max // 2)
     for group in parts:
         first += group.rank * len(places)
         experts, weights, places = (start_all_gather(each, group).wait() for each in (experts, weights, places))

@@ -17,12 +17,12 @@ class LoadFigures:
         self.values = torch.zeros(experts + len(SUMS), dtype=dtype, device=device)
 
     @torch.no_grad()
-    def add(self, routing: Routing, probabilities: Tensor, balance: Tensor, z: Tensor) -> None:
-        """A micro-batch. The losses: times its number of samples."""
-        experts = len(self.values) - len(SUMS)
-        chosen = routing.experts.flatten()
-        self.values[:experts] += torch.bincount(chosen, minlength=experts)
+    def add(self, routing: Routing, probabilities: Tensor, balance: Tensor, z: Tensor, counted: Tensor) -> None:
+        """A micro-batch. The losses: times its number of samples. `counted` bool [n, 1]: tokens that aren't padding,
+        whose `probabilities` are zeros."""
+        experts, counts = len(self.values) - len(SUMS), counted.to(self.values.dtype)
+        self.values.index_add_(0, routing.experts.flatten(), counts.expand_as(routing.experts).flatten())
         entropy = -torch.special.xlogy(probabilities, probabilities).sum()
-        dropped = balance.new_zeros(()) if routing.kept is None else (~routing.kept).sum()
-        tokens = balance.new_full((), len(routing.experts))
+        dropped = balance.new_zeros(()) if routing.kept is None else (counted & ~routing.kept).sum()
+        tokens = counts.sum()
         self.values[experts:] += torch.stack([balance, z, entropy, tokens, dropped]).to(self.values.dtype)

@@ -69,23 +69,34 @@ class Router(ShardedModule):
         logits = self._jittered(x, tokens).flatten(0, 1).to(self.product) @ self.weight.to(self.product).t()
         logits = logits.to(torch.promote_types(self.wide, self.product))
         parts = [group for group in (tokens.group, self.cp) if group is not None and group.size > 1]
-        routing = self._route(logits, parts, training=tokens.dropout_keys is not None)
+        counted, lengths = self._without_padding(x, tokens, parts)
+        routing = self._route(logits, counted, parts, training=tokens.dropout_keys is not None)
         # In generation no text may depend on the others.
         if self.config.moe_expert_capacity_factor is not None and tokens.cache is None:
-            most, order = self._capacity(len(logits), parts), self._order(x, tokens)
-            kept = capacity_mask(routing, most, order, parts, self.config)
+            most, order = self._capacity(lengths), self._order(x, tokens)
+            kept = capacity_mask(routing, most, order, counted, parts, self.config)
             routing = routing._replace(weights=routing.weights * kept, kept=kept)
         if tokens.auxiliary is None:
             return routing
         batch, auxiliary = x.shape[1], tokens.auxiliary
-        probabilities = self._probabilities(logits)
-        balance, z = self._losses(logits, probabilities, batch, parts)
+        probabilities = self._probabilities(logits) * counted
+        balance, z = self._losses(logits, probabilities, counted, lengths, parts)
         if auxiliary.counting:
-            self.figures.add(routing, probabilities, balance * batch, z * batch)
+            self.figures.add(routing, probabilities, balance * batch, z * batch, counted)
         loss = (balance + z) * (auxiliary.scale * batch)
         if loss.requires_grad:
             routing = routing._replace(weights=cast(Tensor, _Attach.apply(routing.weights, loss)))
         return routing
+
+    def _without_padding(self, x: Tensor, tokens: Tokens, parts: list[Group]) -> tuple[Tensor, Tensor]:
+        """Which of this rank's tokens count, bool [n, 1], and how many do of each whole sequence, wide [b]. How much
+        padding there is depends on the layout, so it counts nowhere."""
+        counted = tokens.counted_between_blocks
+        if counted is None or tokens.lengths is None:
+            length, batch = x.shape[0] * prod(group.size for group in parts), x.shape[1]
+            all_of_them = torch.ones(x.shape[0] * batch, 1, dtype=torch.bool, device=x.device)
+            return all_of_them, torch.full((batch,), length, dtype=self.wide, device=x.device)
+        return counted.flatten()[:, None], tokens.lengths.to(self.wide)
 
     def _jittered(self, x: Tensor, tokens: Tokens) -> Tensor:
         epsilon = self.config.moe_input_jitter_eps
@@ -96,11 +107,11 @@ class Router(ShardedModule):
         factor = 1.0 + epsilon * (2.0 * random.uniform(keys[None, :, None], index[:, None]) - 1.0)
         return x * factor.to(x.dtype)
 
-    def _route(self, logits: Tensor, parts: list[Group], *, training: bool) -> Routing:
+    def _route(self, logits: Tensor, counted: Tensor, parts: list[Group], *, training: bool) -> Routing:
         """`logits` wide [n, experts]. `parts`: over which the tokens of a micro-batch are cut."""
         config = self.config
         if "sinkhorn" in self.balancing:
-            everyone = logits.detach()
+            everyone = logits.detach().masked_fill(~counted, -torch.inf)
             for group in parts:
                 everyone = start_all_gather(everyone, group).wait()
             assigned = sinkhorn(everyone, logits.detach()) if training else logits
@@ -131,49 +142,50 @@ class Router(ShardedModule):
         scores = logits.sigmoid()
         return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
-    def _losses(self, logits: Tensor, probabilities: Tensor, batch: int, parts: list[Group]) -> tuple[Tensor, Tensor]:
-        """This rank's part of the balancing losses and of the z-loss of a micro-batch, wide []."""
-        tokens = len(logits) * _size(parts)
+    def _losses(
+        self, logits: Tensor, probabilities: Tensor, counted: Tensor, lengths: Tensor, parts: list[Group]
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's part of the balancing losses and of the z-loss, means over the sequences of a micro-batch, wide
+        []."""
+        batch, lengths = len(lengths), lengths.clamp(min=1)
         balance = z = logits.new_zeros(())
         if self.config.moe_z_loss_coeff:  # Zoph et al. 2022
-            z = logits.logsumexp(dim=-1).square().sum() * (self.config.moe_z_loss_coeff / tokens)
+            squares = _of_sequences(logits.logsumexp(dim=-1, keepdim=True).square() * counted, batch)
+            z = (squares[:, 0] / lengths).sum() * (self.config.moe_z_loss_coeff / batch)
         for kind, coefficient in self.balancing.items():
             if not coefficient:
                 continue
             if kind == "global_aux_loss":
                 assert self.load is not None
-                part = (probabilities.sum(0) * self.load).sum() / tokens
+                part = (_of_sequences(probabilities, batch) @ self.load / lengths).mean()
             else:
-                part = self._switch_loss(probabilities, batch if kind == "seq_aux_loss" else 1, parts)
+                whole = lengths if kind == "seq_aux_loss" else lengths.sum().view(1)
+                part = self._switch_loss(probabilities, counted, whole, parts)
             balance = balance + part * (coefficient * self.experts)
         return balance, z
 
-    def _switch_loss(self, probabilities: Tensor, sequences: int, parts: list[Group]) -> Tensor:
-        """This rank's part of the mean over `sequences` of the sum over experts of its share of choices times its mean
-        probability (Fedus et al. 2021)."""
+    def _switch_loss(self, probabilities: Tensor, counted: Tensor, lengths: Tensor, parts: list[Group]) -> Tensor:
+        """This rank's part of the mean over sequences of the sum over experts of its share of choices times its mean
+        probability (Fedus et al. 2021). `lengths` [sequences]: of each."""
         best = probabilities.detach().topk(self.topk, dim=-1).indices  # without bias or groups, as in Megatron-LM
-        chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(1, best, True)
-        counts = _of_sequences(chosen.to(probabilities.dtype), sequences)
+        chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(1, best, True) & counted
+        counts = _of_sequences(chosen.to(probabilities.dtype), len(lengths))
         for group in parts:
             all_reduce(counts, group)
-        tokens = len(probabilities) * _size(parts) // sequences
-        return (_of_sequences(probabilities, sequences) * counts).sum() / (self.topk * tokens**2 * sequences)
+        shares = counts / (self.topk * lengths.square())[:, None]
+        return (_of_sequences(probabilities, len(lengths)) * shares).sum() / len(lengths)
 
-    def _capacity(self, tokens: int, parts: list[Group]) -> int:
-        """Most tokens of an expert in a micro-batch."""
+    def _capacity(self, lengths: Tensor) -> Tensor:
+        """Most tokens of an expert in a micro-batch, []."""
         assert self.config.moe_expert_capacity_factor is not None
-        choices = tokens * _size(parts) * self.topk
-        return -int(-(choices / self.experts * self.config.moe_expert_capacity_factor) // 1)
+        choices = lengths.to(torch.float64).sum() * self.topk
+        return (choices / self.experts * self.config.moe_expert_capacity_factor).ceil()
 
     @staticmethod
     def _order(x: Tensor, tokens: Tokens) -> Tensor:
         """The place of each token in its micro-batch, int64 [n]: by its place in the sequence, then by sample."""
         batch = torch.arange(x.shape[1], device=x.device)
         return (tokens.index_between_blocks[:, None] * x.shape[1] + batch).flatten()
-
-
-def _size(parts: list[Group]) -> int:
-    return prod(group.size for group in parts)
 
 
 def _of_sequences(x: Tensor, sequences: int) -> Tensor:
