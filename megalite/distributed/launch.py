@@ -67,7 +67,7 @@ class Environment:
 def launch_variables() -> Mapping[str, str]:
     """The environment; where it has neither RANK nor WORLD_SIZE, with what srun says in their place.
 
-    One that is set wins over srun's. Who sets LOCAL_RANK says what this process sees: its LOCAL_WORLD_SIZE isn't srun's.
+    What is set wins over srun's. With a LOCAL_RANK that is set, LOCAL_WORLD_SIZE isn't srun's either.
     """
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return os.environ
