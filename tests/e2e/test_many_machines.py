@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 from megalite.distributed.slurm import PORTS
-from tests.e2e.runs import MICRO, Forked, assert_equal, outputs, run
+from tests.e2e.runs import MICRO, ROOT, Forked, assert_equal, outputs, run
 
 FLAGS = f"{MICRO} --fp64 --train-iters 4"
 
@@ -37,4 +42,17 @@ def test_srun_without_torchrun_computes_what_one_process_computes(tmp_path: Path
     outcomes = [task.wait() for task in tasks]
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     assert "DP 2" in outcomes[0].out and "DP 2" not in outcomes[1].out
+    assert_equal(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_torchrun_on_each_host_computes_what_one_process_computes(tmp_path: Path) -> None:
+    """Two agents on this machine; they meet as two hosts would."""
+    run(f"{FLAGS} {outputs(tmp_path / 'one')}")
+    settings = {"PYTHON": sys.executable, "PROCESSES": "1", "PORT": str(free_port()), "RESTARTS": "0"}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "SLURM"))}
+    flags = f"{FLAGS} {outputs(tmp_path / 'two')}".split()
+    command = ["sh", "examples/multinode.sh", "2", "127.0.0.1", *flags]
+    hosts = [subprocess.Popen(command, cwd=ROOT, env=inherited | settings) for _ in range(2)]
+    assert [host.wait(100) for host in hosts] == [0, 0]
     assert_equal(tmp_path / "two", tmp_path / "one")
