@@ -3,8 +3,8 @@
 #
 #   sh examples/multinode.sh HOSTS FIRST FLAGS...
 #
-# HOSTS: how many there are; 1:4 goes on with one to four, as many as there are. FIRST: one of them, by a name or address
-# that all others reach. FLAGS: those of pretrain_gpt.py. On two hosts:
+# HOSTS: how many there are; 1:4 goes on with one to four, as many as there are. FIRST: one of them, by the address at
+# which all others reach it. FLAGS: those of pretrain_gpt.py. On two hosts:
 #
 #   sh examples/multinode.sh 2 10.0.0.1 @examples/llama_7b_tp_pp.args --exit-signal-handler
 #
@@ -20,11 +20,22 @@ hosts=$1
 first=$2
 shift 2
 
+python=${PYTHON:-python}
 processes=${PROCESSES:-auto}
 if [ "$processes" = auto ] && ! command -v nvidia-smi >/dev/null; then
     processes=1
 fi
-exec "${PYTHON:-python}" -m torch.distributed.run --nnodes "$hosts" --nproc-per-node "$processes" \
+
+# This host's address on the way to FIRST, and whether it is FIRST itself. torchrun would take the host's own name for it,
+# which others often don't know.
+here=$("$python" -c 'import socket, sys
+family, kind, _, _, first = socket.getaddrinfo(sys.argv[1], 1, type=socket.SOCK_DGRAM)[0]
+route = socket.socket(family, kind)
+route.connect(first)  # sends nothing
+print(route.getsockname()[0], route.getsockname()[0] == first[0])' "$first")
+
+exec "$python" -m torch.distributed.run --nnodes "$hosts" --nproc-per-node "$processes" \
     --rdzv-backend c10d --rdzv-endpoint "$first:${PORT:-29500}" --rdzv-id "${JOB:-megalite}" \
+    --rdzv-conf "is_host=${here#* }" --local-addr "${here% *}" \
     --max-restarts "${RESTARTS:-3}" --shutdown-timeout 600 \
     "$(dirname "$0")/../pretrain_gpt.py" "$@"

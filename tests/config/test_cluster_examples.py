@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,18 @@ def torchrun_starts(words: list[str]) -> tuple[Any, list[str]]:
 
 def test_each_host_starts_the_same_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    executable(tmp_path / "python", f'printf "%s\\n" "$@" > {tmp_path / "words"}')
-    command = ["sh", "examples/multinode.sh", "1:4", "host0", "@examples/tiny.args", "--seed", "1"]
+    executable(
+        tmp_path / "python",
+        f'if [ "$1" = -c ]; then exec {sys.executable} "$@"; fi\nprintf "%s\\n" "$@" > {tmp_path / "words"}',
+    )
+    command = ["sh", "examples/multinode.sh", "1:4", "127.0.0.1", "@examples/tiny.args", "--seed", "1"]
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "PROCESSES": "2", "PORT": "29501"}
     subprocess.run(command, env=environment, check=True)
     module, *words = (tmp_path / "words").read_text().splitlines()
     assert (module, words[0]) == ("-m", "torch.distributed.run")
     options, flags = torchrun_starts(words[1:])
-    assert (options.nnodes, options.nproc_per_node, options.rdzv_endpoint) == ("1:4", "2", "host0:29501")
+    assert (options.nnodes, options.nproc_per_node, options.rdzv_endpoint) == ("1:4", "2", "127.0.0.1:29501")
+    assert (options.local_addr, options.rdzv_conf) == ("127.0.0.1", "is_host=True")
     assert flags == ["@examples/tiny.args", "--seed", "1"]
 
 

@@ -54,5 +54,9 @@ def test_torchrun_on_each_host_computes_what_one_process_computes(tmp_path: Path
     flags = f"{FLAGS} {outputs(tmp_path / 'two')}".split()
     command = ["sh", "examples/multinode.sh", "2", "127.0.0.1", *flags]
     hosts = [subprocess.Popen(command, cwd=ROOT, env=inherited | settings) for _ in range(2)]
-    assert [host.wait(100) for host in hosts] == [0, 0]
+    try:
+        assert [host.wait(100) for host in hosts] == [0, 0]
+    finally:
+        for host in hosts:
+            host.terminate()
     assert_equal(tmp_path / "two", tmp_path / "one")
