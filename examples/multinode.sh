@@ -26,16 +26,17 @@ if [ "$processes" = auto ] && ! command -v nvidia-smi >/dev/null; then
     processes=1
 fi
 
-# This host's address on the way to FIRST, and whether it is FIRST itself. torchrun would take the host's own name for it,
-# which others often don't know.
-here=$("$python" -c 'import socket, sys
+# This host's address on the way to FIRST, and whether it is FIRST. torchrun would take the host's own name, which others
+# often don't know; it finds out for itself only where all run on one machine.
+here=$("$python" -c 'import ipaddress, socket, sys
 family, kind, _, _, first = socket.getaddrinfo(sys.argv[1], 1, type=socket.SOCK_DGRAM)[0]
 route = socket.socket(family, kind)
 route.connect(first)  # sends nothing
-print(route.getsockname()[0], route.getsockname()[0] == first[0])' "$first")
+own = route.getsockname()[0]
+print(own, "" if ipaddress.ip_address(own).is_loopback else f"is_host={own == first[0]}")' "$first")
 
 exec "$python" -m torch.distributed.run --nnodes "$hosts" --nproc-per-node "$processes" \
     --rdzv-backend c10d --rdzv-endpoint "$first:${PORT:-29500}" --rdzv-id "${JOB:-megalite}" \
-    --rdzv-conf "is_host=${here#* }" --local-addr "${here% *}" \
+    --rdzv-conf "${here#* }" --local-addr "${here% *}" \
     --max-restarts "${RESTARTS:-3}" --shutdown-timeout 600 \
     "$(dirname "$0")/../pretrain_gpt.py" "$@"

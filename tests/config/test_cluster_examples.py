@@ -95,7 +95,7 @@ def test_each_host_starts_the_same_torchrun(tmp_path: Path, monkeypatch: pytest.
     assert (module, words[0]) == ("-m", "torch.distributed.run")
     options, flags = torchrun_starts(words[1:])
     assert (options.nnodes, options.nproc_per_node, options.rdzv_endpoint) == ("1:4", "2", "127.0.0.1:29501")
-    assert (options.local_addr, options.rdzv_conf) == ("127.0.0.1", "is_host=True")
+    assert (options.local_addr, options.rdzv_conf) == ("127.0.0.1", "")
     assert flags == ["@examples/tiny.args", "--seed", "1"]
 
 
