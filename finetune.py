@@ -13,7 +13,7 @@ from megalite.config.flags import build_parser
 
 PROGRAM = "finetune.py"
 DESCRIPTION = (
-    "Fine-tune a GPT model. Run it with python (one process) or torchrun (several): finetune.py --load-hf DIR "
+    "Fine-tune a GPT model. Run it with python (one process), torchrun or srun (several): finetune.py --load-hf DIR "
     "--sft-data FILE.jsonl --peft lora --save-adapter DIR --seq-length 512 --micro-batch-size 4 --train-iters 100 "
     "--lr 1e-4. See docs/finetuning.md."
 )

@@ -11,7 +11,7 @@ import sys
 from megalite.config.flags import build_parser
 
 PROGRAM = "pretrain_gpt.py"
-DESCRIPTION = "Pretrain a GPT model. Run it with python (one process) or torchrun (several)."
+DESCRIPTION = "Pretrain a GPT model. Run it with python (one process), torchrun or srun (several)."
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -34,17 +34,19 @@ from megalite.config.schema import LayoutConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.peers import Connections, Watch, meet, open_store
+from megalite.distributed.slurm import as_torchrun
 
 RENDEZVOUS_SECONDS = 45
 _OTHERS_WAIT = 15.0  # so that the speaking rank's message is out before the launcher ends the rest
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # mallopt(3)
 _GRACE = 1.0  # a rank that fails for its own reasons lets rank 0 speak first, where both fail alike
+_OWN_GPU = "If each process sees only its own GPU: export LOCAL_RANK=0"
 _PEER_FAILURE = re.compile(r"gloo/transport|Connection (closed|reset) by peer|remote process exited", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What torchrun (or a cluster) told this process by RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE."""
+    """What torchrun, srun or a cluster told this process of its place: `launch_variables`."""
 
     rank: int = 0
     world_size: int = 1
@@ -62,17 +64,31 @@ class Environment:
         return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def launch_variables() -> Mapping[str, str]:
+    """The environment; where it has neither RANK nor WORLD_SIZE, with what srun says in their place.
+
+    What is set wins over srun's. With a LOCAL_RANK that is set, LOCAL_WORLD_SIZE isn't srun's either.
+    """
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return os.environ
+    variables = as_torchrun(os.environ)
+    if "LOCAL_RANK" in os.environ:
+        variables.pop("LOCAL_WORLD_SIZE", None)
+    return {**variables, **os.environ}
+
+
 def read_environment() -> Environment:
     """The environment, or one process where it says nothing. Numbers that don't fit raise a FlagError."""
-    if "WORLD_SIZE" not in os.environ and "RANK" not in os.environ:
+    variables = launch_variables()
+    if "WORLD_SIZE" not in variables and "RANK" not in variables:
         return Environment()
     values = {}
     for name, default in (("RANK", None), ("WORLD_SIZE", None), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
-        text = os.environ.get(name, default)
+        text = variables.get(name, default)
         if text is None or not text.isdigit():
             raise FlagError(f"environment variable {name} is {text!r}: torchrun sets it to a number")
         values[name.lower()] = int(text)
-    environment = Environment(**values, local_rank_is_known="LOCAL_RANK" in os.environ)
+    environment = Environment(**values, local_rank_is_known="LOCAL_RANK" in variables)
     if environment.rank >= environment.world_size:
         raise FlagError(f"RANK={environment.rank} must be below WORLD_SIZE={environment.world_size}")
     return environment
@@ -84,20 +100,21 @@ def choose_device(name: str, environment: Environment) -> torch.device:
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
     if environment.local_world_size > available:
+        bound = "" if environment.under_torchrun or available != 1 else f". {_OWN_GPU}"
         raise FlagError(
             f"--device {name}: {environment.local_world_size} processes on this machine need a GPU each, and there are "
-            f"{available}: start fewer, or use --device cpu"
+            f"{available}: start fewer, or use --device cpu{bound}"
         )
     if environment.world_size > 1 and not environment.local_rank_is_known:
         raise FlagError(
             f"--device {name}: LOCAL_RANK isn't set, so each of the {environment.world_size} processes would take GPU "
-            "0. Start with torchrun, or set it in each process; under Slurm: export LOCAL_RANK=$SLURM_LOCALID "
-            "(export LOCAL_RANK=0 if each process sees only its own GPU)"
+            "0. Start with torchrun, or set it in each process; under Slurm: export LOCAL_RANK=$SLURM_LOCALID. "
+            f"{_OWN_GPU}"
         )
     if environment.local_rank >= available:
         raise FlagError(
             f"--device {name}: LOCAL_RANK={environment.local_rank} must be below {available}, the number of GPUs "
-            "that this process sees: export LOCAL_RANK=0 if each process sees only its own GPU"
+            f"that this process sees. {_OWN_GPU}"
         )
     return torch.device("cuda", environment.local_rank)
 
@@ -127,7 +144,8 @@ def keep_freed_memory() -> None:
 def _meet(environment: Environment, deadline: float) -> tuple[dist.Store, Connections]:
     """A store that all ranks reach, and connections between them, once all are here."""
     rank, world = environment.rank, environment.world_size
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    variables = launch_variables()
+    address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
     if not address or not port or not port.isdigit():
         raise UserError(f"WORLD_SIZE={world} needs MASTER_ADDR and MASTER_PORT: start with torchrun")
     place = f"MASTER_ADDR={address} MASTER_PORT={port}"
@@ -142,7 +160,7 @@ def _meet(environment: Environment, deadline: float) -> tuple[dist.Store, Connec
             ) from None
         raise UserError(
             f"expected WORLD_SIZE={world} processes at {place} within {RENDEZVOUS_SECONDS} s ({text}); start as many "
-            "processes as WORLD_SIZE says, or use torchrun"
+            "processes as WORLD_SIZE says, or use torchrun (under Slurm: srun)"
         ) from None
 
 

@@ -26,16 +26,20 @@ PAGES = sorted(
     for pattern in (
         "README*.md",
         "docs/finetuning.md",
+        "docs/many_machines.md",
         "docs/precision.md",
         "docs/zh/*.md",
         "examples/**/*.md",
         "examples/**/*.sh",
+        "examples/**/*.sbatch",
     )
     for path in ROOT.glob(pattern)
 )
 CODE = re.compile(r"^```(?:sh|text)\n(.*?)^```$|((?:^    [^\n]*\n)+)", flags=re.MULTILINE | re.DOTALL)
 QUOTED_FLAG = re.compile(r"`(--[a-z][a-z0-9_-]*)")
 PROGRAM = re.compile(r"(?:^|/)((?:pretrain_gpt|finetune|tools/\w+)\.py)$")
+# Scripts that pass flags on to pretrain_gpt.py, and how many words of their own come before.
+STARTERS = {"pretrain.sbatch": 0, "multinode.sh": 2}
 OF_OTHER_PROGRAMS = {"--logdir", "--help", "--standalone", "--nproc-per-node", "--install"}
 
 
@@ -60,7 +64,7 @@ def commands(page: str) -> list[tuple[str, list[str]]]:
         text = "\n".join(fenced or indented for fenced, indented in CODE.findall(text))
     found = []
     for line in text.replace("\\\n", " ").splitlines():
-        if ".py" not in line or line.lstrip().startswith("#"):
+        if line.lstrip().startswith("#") or not any(name in line for name in (".py", *STARTERS)):
             continue
         reader = shlex.shlex(line, posix=True, punctuation_chars=";|>")
         reader.whitespace_split = True
@@ -71,6 +75,9 @@ def commands(page: str) -> list[tuple[str, list[str]]]:
         for place, word in enumerate(words):
             if program := PROGRAM.search(word):
                 found.append((program[1], words[place + 1 :]))
+                break
+            if (own := STARTERS.get(Path(word).name)) is not None:
+                found.append(("pretrain_gpt.py", words[place + 1 + own :]))
                 break
     return found
 

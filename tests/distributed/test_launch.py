@@ -47,6 +47,17 @@ def test_a_local_rank_beyond_the_gpus_is_refused() -> None:
         choose_device("cuda", Environment(rank=2, world_size=4, local_rank=2))
 
 
+def test_tasks_of_srun_that_see_one_gpu_each_are_told_the_line_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    task = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
+    monkeypatch.setattr(os, "environ", task | {"SLURM_TASKS_PER_NODE": "2"})
+    with pytest.raises(FlagError, match="2 processes on this machine .* export LOCAL_RANK=0"):
+        choose_device("cuda", read_environment())
+    os.environ["LOCAL_RANK"] = "0"
+    assert choose_device("cuda", read_environment()) == torch.device("cuda", 0)
+
+
 @pytest.mark.usefixtures("two_gpus")
 def test_one_process_needs_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
