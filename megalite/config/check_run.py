@@ -77,6 +77,12 @@ def training_problems(config: RunConfig) -> Iterator[str]:
     if lengths == (None, None, None) and not config.validation.skip_train:
         yield "--train-iters or --train-samples is missing"
     yield from _recompute_problems(config)
+    timeout, minutes = training.step_timeout, config.layout.distributed_timeout_minutes
+    if timeout is not None and timeout >= minutes * 60:
+        yield (
+            f"--step-timeout {timeout} must be below --distributed-timeout-minutes {minutes}, in seconds "
+            f"{minutes * 60:g}: or else the collectives that wait for a hung rank fail first"
+        )
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     if optimizer.weight_decay_incr_style == "constant":
         for name, value in (("start", start), ("end", end)):

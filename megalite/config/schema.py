@@ -184,6 +184,12 @@ class TrainingConfig:
     exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of this")
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", bound=ABOVE_ZERO)
     exit_signal_handler: bool = flag(False, "on SIGTERM or SIGINT finish the step, save and exit with status 0")
+    step_timeout: float | None = flag(
+        None,
+        "seconds without a step, a batch of an evaluation or a save after which all ranks write their Python stacks "
+        "and the run fails; default: never",
+        bound=ABOVE_ZERO,
+    )
     seed: int = flag(
         1234,
         "seed of initialisation, data order and dropout",

@@ -147,9 +147,10 @@ def _meet(environment: Environment, deadline: float) -> tuple[dist.Store, Connec
 
 
 @contextlib.contextmanager
-def start(config: LayoutConfig, environment: Environment, device: torch.device) -> Iterator[Mesh]:
-    """Process groups for the layout while the block runs. Torn down when it ends well; after an error the process is
-    about to exit, and a clean-up that waits for dead peers would only hang."""
+def start(config: LayoutConfig, environment: Environment, device: torch.device) -> Iterator[tuple[Mesh, Watch | None]]:
+    """Process groups for the layout, and the watch over the other ranks where there are any, while the block runs. Torn
+    down when it ends well; after an error the process is about to exit, and a clean-up that waits for dead peers would
+    only hang."""
     layout = Layout.from_config(config, environment.world_size)
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
@@ -158,14 +159,14 @@ def start(config: LayoutConfig, environment: Environment, device: torch.device) 
     else:
         keep_freed_memory()
     if environment.world_size == 1:
-        yield Mesh.create(layout, device, backend=backend, timeout=timeout)
+        yield Mesh.create(layout, device, backend=backend, timeout=timeout), None
         return
     store, connections = _meet(environment, time.monotonic() + RENDEZVOUS_SECONDS)
     watch = Watch(connections, partial(_stop_for, environment))
     store.set_timeout(timeout)
     rank, world = environment.rank, environment.world_size
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    yield Mesh.create(layout, device, backend=backend, timeout=timeout)
+    yield Mesh.create(layout, device, backend=backend, timeout=timeout), watch
     dist.barrier()
     watch.close()
     dist.destroy_process_group()
@@ -190,7 +191,7 @@ def _say(message: str) -> None:
     sys.stderr.flush()
 
 
-def _tell(failure: str) -> None:
+def tell_failure(failure: str) -> None:
     """Tell why this process fails. Under torchrun in the record that it shows last, at the end of its own report. It
     shows that of the last attempt alone, so before that, or where the record can't be written, on stderr."""
     record = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -221,9 +222,9 @@ def _fail(error: BaseException, environment: Environment) -> None:
     elif shared_launch and environment.rank != 0:
         time.sleep(_GRACE)
     if not isinstance(error, UserError):
-        _tell("".join(traceback.format_exception(error)).rstrip())
+        tell_failure("".join(traceback.format_exception(error)).rstrip())
     elif not error.everywhere or environment.rank == 0:
-        _tell(f"error: {error}")
+        tell_failure(f"error: {error}")
     _exit(1)
 
 
@@ -242,7 +243,7 @@ def run_worker(main: Callable[[Environment], None]) -> None:
         main(environment)
     except FlagError as error:
         if environment.speaks_for_machine:
-            _tell(f"error: {error}")
+            tell_failure(f"error: {error}")
         elif environment.under_torchrun:
             time.sleep(_OTHERS_WAIT)
         _exit(2)

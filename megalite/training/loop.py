@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,15 +19,18 @@ from megalite.training.signals import StopRequests
 class Loop:
     """The whole of a built run: steps, evaluations, saves and what is told of them."""
 
-    def __init__(self, run: Run):
-        """Prints the block that describes the run. Collective over the world."""
+    def __init__(self, run: Run, moved: Callable[[str], object] = lambda _: None):
+        """Prints the block that describes the run. `moved`: is told whenever the run moves on, and to what. Collective
+        over the world."""
         config, mesh, done = run.config, run.mesh, run.state.iteration
-        self.parts, self.trainer, self.state = run, run.trainer, run.state
+        self.parts, self.trainer, self.state, self.moved = run, run.trainer, run.state, moved
         self.config, self.mesh, self.say = config, mesh, partial(say, mesh)
         self.total_iterations = total = run.trainer.batches.total_iterations(config)
         self.say(opening_block(run.model, run.datasets, threads=run.prepared.threads, iteration=done, of=total))
         measure = run.prepared.task.decisions(mesh)
-        self.evaluator = Evaluator(config, mesh, run.engine, run.feed.evaluation, measure, self.say)
+        self.evaluator = Evaluator(
+            config, mesh, run.engine, run.feed.evaluation, measure, self.say, partial(moved, "evaluating")
+        )
         evaluated = ("valid", "test") if config.validation.eval_iters > 0 else ()
         self.splits = [split for split in evaluated if getattr(run.datasets, split) is not None]
         self.sinks = make_sinks(config, total, done) if mesh.is_first else []
@@ -95,6 +99,7 @@ class Loop:
         begun, saved, seconds = (state.iteration, state.consumed_tokens), state.iteration, 0.0
         self.trainer.restart_clock()
         while state.iteration < self.total_iterations:
+            self.moved(f"step {state.iteration + 1}")
             with self.profiler.step(state.iteration + 1):
                 record = self._step()
             seconds += record.elapsed_ms / 1e3
@@ -108,14 +113,14 @@ class Loop:
             if last or self._due(config.validation.eval_interval):
                 self._evaluate("valid")
             if last or self._due(config.checkpoint.save_interval):
-                self.parts.save()
+                self._save()
                 saved = state.iteration
             self.trainer.restart_clock()
             reason = self.stops.reason(state.iteration)
             if reason is not None:
                 self._sum_up(*begun, seconds)
                 if saved != state.iteration:
-                    self.parts.save()
+                    self._save()
                 self.say(f"exiting at iteration {state.iteration}: {reason}")
                 return True
         self._sum_up(*begun, seconds)
@@ -142,11 +147,16 @@ class Loop:
         """Whether an event of this interval falls on the present iteration."""
         return interval is not None and self.state.iteration % interval == 0
 
+    def _save(self) -> None:
+        self.moved("saving")
+        self.parts.save()
+
     def _evaluate(self, split: str) -> None:
         if split not in self.splits:
             return
         state = self.state
         loss, scores = self.evaluator.run(split)
+        self.moved("after an evaluation")
         validation, training = self.config.validation, self.config.training
         # One beyond the interval, at the end, isn't counted: a run that goes on later reads as if there were no end.
         if split == "valid" and not validation.full_validation and self._due(validation.eval_interval):

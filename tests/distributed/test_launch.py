@@ -81,7 +81,7 @@ def test_several_processes_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch)
 def test_torchruns_own_report_ends_with_our_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(record))
-    launch._tell("error: --lr -1 must not be negative\n--seq-length 0 must be at least 1")
+    launch.tell_failure("error: --lr -1 must not be negative\n--seq-length 0 must be at least 1")
     assert json.loads(record.read_text())["message"]["message"].startswith("error: --lr -1")
     report = str(ChildFailedError("pretrain_gpt.py", {0: ProcessFailure(0, 123, 2, str(record))}))
     last = [line.strip() for line in report.splitlines() if line.strip(" =")][-2:]
@@ -96,7 +96,7 @@ def test_the_failure_of_an_attempt_that_torchrun_repeats_is_on_stderr(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
-    launch._tell("error: mine")
+    launch.tell_failure("error: mine")
     assert capsys.readouterr().err.splitlines() == lines
     assert (tmp_path / "error.json").exists()
 
@@ -105,7 +105,7 @@ def test_a_failure_that_torchruns_record_cannot_take_is_on_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
-    launch._tell("error: mine")
+    launch.tell_failure("error: mine")
     assert capsys.readouterr().err == "error: mine\n"
 
 

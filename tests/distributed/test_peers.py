@@ -63,6 +63,20 @@ def test_every_rank_is_told_of_a_rank_that_ends_without_a_goodbye(dead: int, pla
     assert news == [(rank, dead) for rank in range(SIZE) if rank != dead]
 
 
+@pytest.mark.parametrize("caller", [0, 2])
+def test_a_call_reaches_every_other_rank_and_the_watch_goes_on(caller: int, place: tuple[str, int]) -> None:
+    met, told, watches = watched(place, dead=3)
+    called = [threading.Event() for _ in watches]
+    for watch, event in zip(watches, called, strict=True):
+        watch.on_call = event.set
+    watches[caller].call()
+    for event in (called[rank] for rank in range(3) if rank != caller):
+        assert event.wait(30)
+    for connection in met[3].values():
+        connection.shutdown(socket.SHUT_RDWR)
+    assert sorted(told.get(timeout=30) for _ in watches) == [(rank, 3) for rank in range(3)]
+
+
 def test_nobody_is_told_of_ranks_that_say_goodbye(place: tuple[str, int]) -> None:
     met, told, watches = watched(place)
     for watch in watches:

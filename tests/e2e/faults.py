@@ -6,6 +6,7 @@ commas between. The program itself has no test mode; a fault replaces one of its
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import itertools
 import json
@@ -88,6 +89,18 @@ def _sleep(iteration: int) -> None:
     _at_step(iteration, "forward", lambda _: time.sleep(1000))
 
 
+def _held(iteration: int) -> None:
+    """As `sleep`, in a library that lets no other thread of Python run."""
+    _at_step(iteration, "forward", lambda _: ctypes.PyDLL(None).sleep(1000))
+
+
+def _grace(seconds: int) -> None:
+    """The watchdog leaves so long for stacks to be written."""
+    import megalite.training.watchdog as watchdog
+
+    watchdog.GRACE, watchdog._HELD = seconds, seconds / 2
+
+
 def _starting(_: int) -> None:
     """The process dies when all have met and the first process group is made."""
     import torch.distributed as dist
@@ -158,6 +171,8 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "backward": _backward,
     "kill": _kill,
     "sleep": _sleep,
+    "held": _held,
+    "grace": _grace,
     "starting": _starting,
     "rendezvous": _rendezvous,
     "data": _failing_call("megalite.data.loader", "stack_items", "reading"),
