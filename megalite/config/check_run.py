@@ -77,6 +77,7 @@ def training_problems(config: RunConfig) -> Iterator[str]:
     if lengths == (None, None, None) and not config.validation.skip_train:
         yield "--train-iters or --train-samples is missing"
     yield from _recompute_problems(config)
+    yield from _rollback_problems(config)
     timeout, minutes = training.step_timeout, config.layout.distributed_timeout_minutes
     if timeout is not None and timeout >= minutes * 60:
         yield (
@@ -93,6 +94,19 @@ def training_problems(config: RunConfig) -> Iterator[str]:
         yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
     elif end < start:
         yield f"--end-weight-decay {end} is below --start-weight-decay {start}"
+
+
+def _rollback_problems(config: RunConfig) -> Iterator[str]:
+    """Going back takes whole checkpoints of this run."""
+    checkpoint, rollback = config.checkpoint, "training.rollback_on_spike"
+    companions = ("spike_threshold", "spike_window", "max_rollbacks_in_a_row")
+    wanted = config.training.rollback_on_spike
+    yield from needs(config, wanted, "--rollback-on-spike", *(f"training.{name}" for name in companions))
+    saves = checkpoint.save is not None and checkpoint.save_interval is not None
+    yield from needs(config, saves, "--save and --save-interval", rollback)
+    for option, on in (("--no-save-optim", checkpoint.save_optim), ("--no-load-optim", checkpoint.load_optim)):
+        if wanted and not on:
+            yield f"--rollback-on-spike can't be used with {option}: it goes back to the optimizer's state too"
 
 
 def optimizer_problems(config: RunConfig) -> Iterator[str]:

@@ -214,6 +214,19 @@ class TrainingConfig:
         choices=("stop", "skip"),
     )
     max_skips_in_a_row: int = flag(50, "stop after this many skipped steps in a row, in any precision")
+    rollback_on_spike: bool = flag(
+        False,
+        "when a loss is far above the last ones, go back to the newest checkpoint and pass over the data read since",
+    )
+    spike_threshold: float = flag(
+        6.0, "standard deviations above the mean of the last losses from which a loss is a spike", bound=ABOVE_ZERO
+    )
+    spike_window: int = flag(
+        100,
+        "how many last good steps this mean is of; nothing is a spike before there are so many",
+        bound=Bound("must be at least 2", lambda value: value >= 2),
+    )
+    max_rollbacks_in_a_row: int = flag(3, "stop at a spike after this many rollbacks to the same checkpoint")
     compile: bool = flag(
         False,
         "torch.compile for what lies between matrix products: norms, rotations, activations, loss; needs a compiler",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,10 @@ from megalite.training.evaluation import Continuations, Evaluator, length_multip
 from megalite.training.memory import measured_step, peak_process_memory
 from megalite.training.metrics import EvaluationRecord, StepRecord, evaluated_splits, make_sinks
 from megalite.training.report import opening_block, say, size
+from megalite.training.resume import TrainingState
 from megalite.training.run import Run
 from megalite.training.signals import StopRequests
+from megalite.training.spikes import SpikeError
 
 
 class Loop:
@@ -23,7 +26,7 @@ class Loop:
         """Prints the block that describes the run. `moved`: is told whenever the run moves on, and to what. Collective
         over the world."""
         config, mesh, done = run.config, run.mesh, run.state.iteration
-        self.parts, self.trainer, self.state, self.moved = run, run.trainer, run.state, moved
+        self.parts, self.trainer, self.moved = run, run.trainer, moved
         self.config, self.mesh, self.say = config, mesh, partial(say, mesh)
         self.total_iterations = total = run.trainer.batches.total_iterations(config)
         self.say(opening_block(run.model, run.datasets, threads=run.prepared.threads, iteration=done, of=total))
@@ -37,6 +40,13 @@ class Loop:
         self.stops = StopRequests(config.training, mesh)
         self.profiler = Profiler(config.logging, Path(config.logging.tensorboard_dir or "profile"), mesh.rank)
         self._measures_step = config.logging.log_memory
+        self._newest = done if done and _same_place(config.checkpoint.load, config.checkpoint.save) else None
+        if not config.training.rollback_on_spike:
+            run.progress.spikes.losses = []  # they wouldn't be the last ones when a later run looks at them
+
+    @property
+    def state(self) -> TrainingState:
+        return self.parts.state
 
     def run(self) -> None:
         """Train to the end or to a reason to stop; then, at the end, evaluate on what there is."""
@@ -107,6 +117,9 @@ class Loop:
                 self.say("the loss scale is being found: skipped steps at the start are normal with --fp16")
             for sink in self.sinks:
                 sink.step(record)
+            if self._rolled_back(record):
+                state, saved = self.state, self.state.iteration
+                continue
             if state.iteration % config.logging.log_interval == 0:
                 self.say(*self.trainer.timers.lines(config.logging.log_interval))
             last = state.iteration >= self.total_iterations
@@ -135,6 +148,41 @@ class Loop:
         self.say(*lines)
         return record
 
+    def _rolled_back(self, record: StepRecord) -> bool:
+        """Judge the loss of a step where `--rollback-on-spike` asks for it, and go back where it is a spike. All ranks
+        decide alike, since the loss is summed over all of them. Collective over the world."""
+        training, history = self.config.training, self.parts.progress.spikes
+        if not training.rollback_on_spike or record.skipped or math.isnan(record.lm_loss):
+            return False
+        limit = history.limit(training.spike_window, training.spike_threshold)
+        if limit is None or record.lm_loss <= limit:
+            history.add(record.lm_loss, training.spike_window)
+            return False
+        spike = (
+            f"iteration {record.iteration}: lm loss {record.lm_loss:.6g} is above {limit:.6g}, the mean of the last "
+            f"{training.spike_window} and {training.spike_threshold:g} deviations"
+        )
+        if self._newest is None:
+            self.say(f"{spike}; this run has saved no checkpoint to go back to")
+            return False
+        if (done := history.in_a_row(self._newest)) >= training.max_rollbacks_in_a_row:
+            raise SpikeError(
+                f"{spike}, after {done} rollbacks to iteration {self._newest}, which reaches --max-rollbacks-in-a-row "
+                f"{training.max_rollbacks_in_a_row}: other data don't help. Restart from an earlier checkpoint "
+                "(--ckpt-step) with a lower --lr, or raise --spike-threshold"
+            )
+        self.moved("going back to a checkpoint")
+        passed = self.parts.roll_back(self._newest, record.lm_loss, limit)
+        self.say(
+            f"{spike}: back to iteration {self._newest}, past samples {passed.first_sample} to {passed.end_sample - 1}"
+        )
+        for sink in self.sinks:
+            sink.close()
+        self.sinks = make_sinks(self.config, self.total_iterations, self._newest) if self.mesh.is_first else []
+        self._save()  # so that a run that is killed now doesn't meet the spike again
+        self.trainer.restart_clock()
+        return True
+
     def _sum_up(self, iteration: int, tokens: int, seconds: float) -> None:
         """Tell what was done since `iteration` and `tokens`, and how fast."""
         steps, tokens = self.state.iteration - iteration, self.state.consumed_tokens - tokens
@@ -150,6 +198,8 @@ class Loop:
     def _save(self) -> None:
         self.moved("saving")
         self.parts.save()
+        if self.config.checkpoint.save is not None:
+            self._newest = self.state.iteration
 
     def _evaluate(self, split: str) -> None:
         if split not in self.splits:
@@ -178,3 +228,8 @@ class Loop:
             multiple = length_multiple(self.config, self.mesh)
             written = Continuations(self.mesh, parts.engine, tokenizer, prompts, length, multiple).texts()
             self.say(*(f"prompt: {p}\n  model: {answer}" for p, answer in zip(prompts.texts, written, strict=True)))
+
+
+def _same_place(a: str | None, b: str | None) -> bool:
+    """Whether two flags name one folder."""
+    return a is not None and b is not None and Path(a).resolve() == Path(b).resolve()

@@ -6,7 +6,7 @@ Nothing is trained, evaluated or written yet: `Loop` does that with the parts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megalite.checkpoint.errors import on_first_rank
@@ -31,6 +31,7 @@ from megalite.training.model import TrainedModel, build_model
 from megalite.training.prepare import Prepared
 from megalite.training.report import say
 from megalite.training.resume import Progress, TrainingState
+from megalite.training.spikes import Rollback
 from megalite.training.task import Feed
 from megalite.training.trainer import Trainer
 
@@ -82,6 +83,23 @@ class Run:
             path = resume.save(self.model, self.progress, config.save, retain=retain, beside=self.companions)
             say(self.mesh, f"saved {path}")
 
+    def roll_back(self, to_iteration: int, loss: float, limit: float) -> Rollback:
+        """Go back from the present step, whose `loss` was above `limit`, to a checkpoint of this run in `--save`, and
+        pass over the data that were read since. Collective over the world."""
+        end, history, best = self.progress.next_sample, self.progress.spikes, self.state.best_valid_loss
+        iteration, config = self.state.iteration, self.config.checkpoint
+        found, _ = resume.locate_together(replace(config, load=config.save, ckpt_step=to_iteration), self.mesh)
+        assert found is not None
+        self.optimizer.finish_gathers()
+        resume.load(found, self.model, self.progress, weights_only=False)
+        first = self.state.consumed_samples + history.passed_samples
+        rollback = Rollback(iteration, loss, limit, to_iteration, first, end)
+        self.progress.spikes.rollbacks = [*history.rollbacks, rollback]
+        self.state.best_valid_loss = best  # its adapter is on the disk
+        self.feed.close()
+        self.trainer.microbatches = self.feed.training()
+        return rollback
+
     def close(self) -> None:
         """End the data-loader workers, and gathers under way."""
         self.optimizer.finish_gathers()
@@ -113,7 +131,7 @@ def build_run(prepared: Prepared, mesh: Mesh, *, transport: Transport | None = N
     )
     tell = partial(say, mesh)
     resume.restore(model, progress, prepared.tokenizer, tell)
-    feed = Feed(task, mesh, datasets, progress.state)
+    feed = Feed(task, mesh, datasets, progress)
     recorder, gradients = None, config.training.dump_grads
     if config.logging.timeline is not None:
         recorder = TimelineRecorder(config.logging.timeline, mesh.rank)

@@ -155,7 +155,7 @@ def _measure(interval: int) -> None:
 
 
 def _value(value: float, where: str) -> Callable[[int], None]:
-    """The gradient or the loss of this rank isn't finite at one step."""
+    """The gradient of this rank is this, or that is added to its loss, at one step."""
 
     def put(executor: Any) -> None:
         if where == "loss":
@@ -180,6 +180,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "nan-gradient": _value(float("nan"), "gradient"),
     "inf-gradient": _value(float("inf"), "gradient"),
     "nan-loss": _value(float("nan"), "loss"),
+    "spike": _value(1e4, "loss"),
     "measure": _measure,
 }
 
