@@ -268,6 +268,7 @@ def reporting_problems(config: RunConfig) -> Iterator[str]:
     start, end = logging.profile_step_start, logging.profile_step_end
     if logging.profile and end <= start:
         yield f"--profile-step-end {end} must be above --profile-step-start {start}"
+    yield from needs(config, logging.log_straggler, "--log-straggler", "logging.straggler_minmax_count")
     if logging.wandb_project is not None and logging.wandb_exp_name is None:
         yield f"--wandb-project {logging.wandb_project} needs --wandb-exp-name"
     yield from needs(config, logging.wandb_project is not None, "--wandb-project", "logging.wandb_exp_name")

@@ -391,6 +391,11 @@ class LoggingConfig:
     log_top_grad_norms: int = flag(
         0, "how many of the largest gradient norms to print, with their parameters' names", bound=NOT_NEGATIVE
     )
+    log_straggler: bool = flag(
+        False,
+        "at each log line the ranks that compute longest and shortest; on CUDA each forward and backward then waits",
+    )
+    straggler_minmax_count: int = flag(1, "how many ranks --log-straggler names at each end")
     log_memory: bool = flag(False, "print each rank's memory after the first step, measured and predicted")
     log_num_zeros_in_grad: bool = flag(False, "number of zeros in the gradient in the log line")
     timing_log_level: int = flag(0, "detail of timers in the log: 0, 1 or 2", choices=(0, 1, 2))

@@ -40,6 +40,7 @@ class Loop:
         self.stops = StopRequests(config.training, mesh)
         self.profiler = Profiler(config.logging, Path(config.logging.tensorboard_dir or "profile"), mesh.rank)
         self._measures_step = config.logging.log_memory
+        self._step_times: list[float] = []  # of the steps since the last report
         self._newest = done if done and _same_place(config.checkpoint.load, config.checkpoint.save) else None
         if not config.training.rollback_on_spike:
             run.progress.spikes.losses = []  # they wouldn't be the last ones when a later run looks at them
@@ -113,6 +114,7 @@ class Loop:
             with self.profiler.step(state.iteration + 1):
                 record = self._step()
             seconds += record.elapsed_ms / 1e3
+            self._step_times.append(record.elapsed_ms)
             if record.skipped and state.iteration == 1 and self.parts.progress.scaler.dynamic:
                 self.say("the loss scale is being found: skipped steps at the start are normal with --fp16")
             for sink in self.sinks:
@@ -121,7 +123,7 @@ class Loop:
                 state, saved = self.state, self.state.iteration
                 continue
             if state.iteration % config.logging.log_interval == 0:
-                self.say(*self.trainer.timers.lines(config.logging.log_interval))
+                self.say(*self.trainer.timers.lines(config.logging.log_interval), *self._stragglers())
             last = state.iteration >= self.total_iterations
             if last or self._due(config.validation.eval_interval):
                 self._evaluate("valid")
@@ -138,6 +140,14 @@ class Loop:
                 return True
         self._sum_up(*begun, seconds)
         return False
+
+    def _stragglers(self) -> list[str]:
+        """What `--log-straggler` asks for, on the steps since the last time. Collective over the world."""
+        times, self._step_times = self._step_times, []
+        if self.parts.computing is None:
+            return []
+        count = self.config.logging.straggler_minmax_count
+        return [self.parts.computing.report(len(times), sum(times) / len(times), count)]
 
     def _step(self) -> StepRecord:
         """One of the trainer's; the first one with its memory, where that is asked for."""

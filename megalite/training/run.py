@@ -23,6 +23,7 @@ from megalite.optimizer.optimizer import Optimizer
 from megalite.optimizer.schedule import BatchSchedule, Schedule
 from megalite.optimizer.transport import Transport
 from megalite.peft.adapter import AdapterSaver
+from megalite.pipeline.runtime import Recorder
 from megalite.precision.loss_scaler import LossScaler
 from megalite.training import resume
 from megalite.training.diagnostics import TimelineRecorder, dump_gradients
@@ -32,6 +33,7 @@ from megalite.training.prepare import Prepared
 from megalite.training.report import say
 from megalite.training.resume import Progress, TrainingState
 from megalite.training.spikes import Rollback
+from megalite.training.stragglers import ComputeTime
 from megalite.training.task import Feed
 from megalite.training.trainer import Trainer
 
@@ -39,7 +41,7 @@ from megalite.training.trainer import Trainer
 @dataclass
 class Run:
     """One process's parts of a run. `companions`: on the first rank, the small files to write beside weights.
-    `adapter_saver`: None where the whole model is trained."""
+    `adapter_saver`: None where the whole model is trained. `computing`: with `--log-straggler`."""
 
     prepared: Prepared
     datasets: Datasets
@@ -50,6 +52,7 @@ class Run:
     engine: Engine
     trainer: Trainer
     adapter_saver: AdapterSaver | None
+    computing: ComputeTime | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -132,11 +135,16 @@ def build_run(prepared: Prepared, mesh: Mesh, *, transport: Transport | None = N
     tell = partial(say, mesh)
     resume.restore(model, progress, prepared.tokenizer, tell)
     feed = Feed(task, mesh, datasets, progress)
-    recorder, gradients = None, config.training.dump_grads
+    recorders: list[Recorder] = []
+    computing, gradients = None, config.training.dump_grads
     if config.logging.timeline is not None:
-        recorder = TimelineRecorder(config.logging.timeline, mesh.rank)
-        model.optimizer.record(recorder.collective)
-    engine = Engine(model, task.objective(), recorder)
+        timeline = TimelineRecorder(config.logging.timeline, mesh.rank)
+        model.optimizer.record(timeline.collective)
+        recorders.append(timeline)
+    if config.logging.log_straggler:
+        computing = ComputeTime(mesh)
+        recorders.append(computing)
+    engine = Engine(model, task.objective(), recorders)
     trainer = Trainer(model, engine, progress, feed.training())
     if gradients is not None:
         trainer.on_first_gradients = partial(dump_gradients, gradients, model.optimizer, mesh)
@@ -145,7 +153,7 @@ def build_run(prepared: Prepared, mesh: Mesh, *, transport: Transport | None = N
         folder = config.finetune.load_hf
         saver = AdapterSaver(model.adapter, model.optimizer, folder, classes=task.classes, beside=beside, say=tell)
         progress.state.best_valid_loss = saver.standing_best(progress.state.best_valid_loss)
-    return Run(prepared, datasets, beside, model, progress, feed, engine, trainer, saver)
+    return Run(prepared, datasets, beside, model, progress, feed, engine, trainer, saver, computing)
 
 
 def _datasets(prepared: Prepared, mesh: Mesh) -> Datasets:

@@ -89,6 +89,20 @@ def _sleep(iteration: int) -> None:
     _at_step(iteration, "forward", lambda _: time.sleep(1000))
 
 
+def _slow(milliseconds: int) -> None:
+    """Each forward of the rank takes so much longer."""
+    from megalite.training.executor import GPTExecutor
+
+    def slowed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(milliseconds / 1e3)
+            return forward(*args, **kwargs)
+
+        return replacement
+
+    _replace(GPTExecutor, "forward", slowed)
+
+
 def _held(iteration: int) -> None:
     """As `sleep`, in a library that lets no other thread of Python run."""
     _at_step(iteration, "forward", lambda _: ctypes.PyDLL(None).sleep(1000))
@@ -171,6 +185,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "backward": _backward,
     "kill": _kill,
     "sleep": _sleep,
+    "slow": _slow,
     "held": _held,
     "grace": _grace,
     "starting": _starting,
