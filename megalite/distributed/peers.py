@@ -73,6 +73,12 @@ def meet(store: dist.Store, rank: int, world_size: int, toward: tuple[str, int],
     return connections
 
 
+def store_of_meeting(store: dist.Store) -> dist.Store:
+    """A part of the store that only those have who met last: torchrun keeps it when machines come or go, and process
+    groups are made from what their ranks write there."""
+    return dist.PrefixStore(store.get(_KEY).decode(), store)
+
+
 def _own_address(toward: tuple[str, int]) -> str:
     """The address from which this machine reaches `toward`; `_MASTER` where only this machine knows it by that."""
     with socket.create_connection(toward, timeout=_TRY) as probe:

@@ -21,7 +21,7 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.mesh import Mesh
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
-_ONE_REQUEST = {signal.SIGINT: 0.5, signal.SIGTERM: 5.0}
+_ONE_REQUEST: dict[int, float] = {signal.SIGINT: 0.5, signal.SIGTERM: 5.0}
 """Seconds within which the same request may come once more: to the process's group, and from its launcher, which may be
 slow to pass on SIGTERM; a key is pressed again soon."""
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -129,3 +132,22 @@ def test_making_the_process_groups_is_bounded_by_its_flag_alone(monkeypatch: pyt
     with launch.start(LayoutConfig(distributed_timeout_minutes=3), Environment(world_size=2), torch.device("cpu")):
         pass
     assert exits == [] and bounds == [timedelta(minutes=3)] * 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux's kernel")
+def test_a_worker_ends_when_its_launcher_is_killed() -> None:
+    reading, writing = os.pipe()
+    launcher = os.fork()
+    if launcher == 0:
+        if os.fork() == 0:
+            launch.end_with_launcher()
+            os.write(writing, b"x")
+        time.sleep(100)
+        os._exit(0)
+    os.close(writing)
+    assert os.read(reading, 1) == b"x"
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    ready, _, _ = select.select([reading], [], [], 30)  # the worker held the other end
+    assert ready and os.read(reading, 1) == b""
+    os.close(reading)
