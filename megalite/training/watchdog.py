@@ -102,7 +102,7 @@ class Watchdog:
     def _to_stderr(self, message: str, text: str) -> None:
         sys.stderr.write(text)
         sys.stderr.flush()
-        tell_failure(f"error: {message}: see the stacks in {self.file} of each rank")
+        tell_failure(f"error: {message}; the stacks of all ranks are in {self.file.with_name('stacks-rank-*.txt')}")
 
 
 def stacks() -> str:

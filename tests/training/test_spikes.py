@@ -33,9 +33,9 @@ BATCH = 4
 SPIKING = {"rollback_on_spike": True, "spike_window": 3, "spike_threshold": 8.0}
 
 
-def run_in(folder: Path, **fields: Any) -> Run:
+def run_in(folder: Path, peft: str = "none", **fields: Any) -> Run:
     common = {"save": str(folder), "load": str(folder), "save_interval": 3, "metrics_file": f"{folder}/m.jsonl"}
-    return build(adapter_config("none", eval_iters=0, dropout=0.1, **{"train_iters": 10, **common, **fields}))
+    return build(adapter_config(peft, eval_iters=0, dropout=0.1, **{"train_iters": 10, **common, **fields}))
 
 
 def plant(run: Run, spikes: Callable[[set[int]], bool]) -> None:
@@ -105,6 +105,31 @@ def test_after_a_rollback_the_run_is_one_from_the_checkpoint_on_the_data_behind(
     other.trainer.microbatches = other.feed._microbatches(other.datasets.train, start=28)
     finish(other)
     assert written(tmp_path / "m.jsonl") == written(rolled_back / "m.jsonl")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"peft": "lora", "fp16": True, "initial_loss_scale": 65536.0, "nan_action": "skip", "loss_scale_window": 2},
+        {
+            "bf16": True,
+            **{"fp8_format": "hybrid", "fp8_backend": "emulated", "fp8_amax_history_len": 4},
+            **{"fp8_amax_compute_algo": "max", "use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8"},
+        },
+    ],
+    ids=["adapter, loss scale", "FP8 histories and moments"],
+)
+def test_all_state_goes_back(fields: dict[str, Any], tmp_path: Path) -> None:
+    """As above."""
+    fields = {"fp64": False, "train_iters": 8, "save_interval": 6, **fields}
+    finish(run_in(tmp_path / "back", **fields, **SPIKING), lambda samples: 26 in samples)
+    finish(run_in(tmp_path / "behind", **fields, exit_interval=6))
+    other = run_in(tmp_path / "behind", **fields)
+    assert other.datasets.train is not None
+    other.trainer.microbatches = other.feed._microbatches(other.datasets.train, start=28)
+    finish(other)
+    assert written(tmp_path / "back" / "m.jsonl") == written(tmp_path / "behind" / "m.jsonl")
+    assert len(training_state(checkpoint(tmp_path / "back", 8))["spikes"]["rollbacks"]) == 1
 
 
 def test_another_run_is_the_same_and_one_that_was_killed_after_the_rollback_repeats_nothing(
