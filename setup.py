@@ -14,7 +14,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 
 DEPENDENCIES = [
-    "torch>=2.13.0,<2.14",  # tensors, autograd, collectives, distributed checkpoints
+    "torch>=2.13.0,<2.14",  # tensors, autograd, collectives
     "numpy>=2.4.6,<2.5",  # memory-mapped datasets and sample indices; the shuffles are RandomState's
     "sentencepiece>=0.2.3,<0.3",  # trains and reads SentencePiece models
     "tokenizers>=0.23.3,<0.24",  # reads tokenizer.json and GPT-2 BPE

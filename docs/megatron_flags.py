@@ -32,10 +32,8 @@ of Megatron-LM 0.20 is one of these:
 _HONOURED = """
 ## Honoured
 
-If the last column names a feature, it isn't built yet: any value except the default is refused.
-
-| flag | meaning | not built yet |
-|---|---|---|
+| flag | meaning |
+|---|---|
 """
 
 _TITLES = {
@@ -47,7 +45,6 @@ _TITLES = {
 
 _ANSWERS = {
     "honoured": "same meaning as in Megatron-LM",
-    "of these refused until built": "all values except the default are refused; `--help` marks them",
     "ignored": "a message gives the reason",
     "refused: would change results": "the run doesn't start; the message names the flag",
     "refused: not built yet": "the same",
@@ -60,12 +57,11 @@ def document() -> str:
     fields, others = honoured_fields(), current_flags()
     counts = [
         len(fields) + len(shorthands()) + 1,
-        sum(field.planned is not None for field in fields),
         *(sum(flag.answer == answer for flag in others) for answer in (IGNORED, CHANGES, NOT_BUILT, USE)),
     ]
     rows = [f"| {name} | {count} | {_ANSWERS[name]} |" for name, count in zip(_ANSWERS, counts, strict=True)]
     lines = [_HEAD, "| answer | flags | |", "|---|---|---|", *rows]
-    lines += [f"| all | {sum(counts) - counts[1]} | |", _HONOURED.rstrip(), *_honoured_rows(fields)]
+    lines += [f"| all | {sum(counts)} | |", _HONOURED.rstrip(), *_honoured_rows(fields)]
     for answer in _TITLES:
         lines += ["", *_section(answer, others)]
     lines += ["", "## Of earlier versions", "", "Flags of older Megatron-LM versions that scripts still use.", ""]
@@ -74,13 +70,13 @@ def document() -> str:
 
 
 def _honoured_rows(fields: Sequence[Field]) -> Iterator[str]:
-    yield "| `-h` `--help` | this program's flags | |"
+    yield "| `-h` `--help` | this program's flags |"
     for field in fields:
         spellings = " ".join(f"`{name}`" for name in (field.option, *field.aliases))
-        yield f"| {spellings} | {field.help.replace('|', chr(92) + '|')} | {field.planned or ''} |"
+        yield f"| {spellings} | {field.help.replace('|', chr(92) + '|')} |"
     options = {field.path: field.option for field in all_fields().values()}
     for name, (path, value) in shorthands().items():
-        yield f"| `{name}` | the same as `{options[path]}{f' {value}' if value else ''}` | |"
+        yield f"| `{name}` | the same as `{options[path]}{f' {value}' if value else ''}` |"
 
 
 def _section(answer: str, flags: Sequence[MegatronFlag]) -> Iterator[str]:

@@ -1,13 +1,15 @@
 """Save and load a run.
 
 Key idea: both are the same few steps on every rank, and after each step that can fail all ranks agree on whether it
-did. Tensors have global coordinates, in the format of torch.distributed.checkpoint; all else is JSON.
+did. Tensors have global coordinates and lie in safetensors files; all else is JSON.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,15 @@ from megalite.checkpoint import storage
 from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank, wanted_by_none
 from megalite.checkpoint.huggingface.config import INERT
 from megalite.checkpoint.huggingface.travel import keep
-from megalite.checkpoint.metadata import Index, check_files, read_index
+from megalite.checkpoint.index import check_files, read_index
 from megalite.checkpoint.planner import STATE_PREFIX, Chunk, ReadPlan, owned_chunks, parameter_name, plan_reads
-from megalite.checkpoint.shards import read_shards, write_shards
+from megalite.checkpoint.shards import read_shards_together, write_shards
 from megalite.checkpoint.storage import Retention
+from megalite.checkpoint.stored import Index
 from megalite.config.errors import listed
 from megalite.config.fields import all_fields
 from megalite.config.schema import RunConfig
-from megalite.distributed.mesh import Mesh
+from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.pieces import Piece
 
 
@@ -41,40 +44,107 @@ def save_checkpoint(
 ) -> Path:
     """Write `root/iter_0000100/` and, last, the tracker; then delete what `retain` lets go of. Collective (world).
 
+    See `plan` for what is written. Where any rank fails all raise the same `CheckpointError`, nothing of the attempt
+    stays, and the checkpoints before it are as they were. Returns the new folder.
+    """
+    planned = plan(
+        root,
+        iteration,
+        mesh=mesh,
+        pieces=pieces,
+        config=config,
+        training_state=training_state,
+        retain=retain,
+        beside=beside,
+    )
+    return write_and_commit(planned, mesh.world)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A checkpoint to write: `chunks` are read when they are written, so until then, or until they are staged, what
+    they show may not change. `texts`, `beside`: small files by name."""
+
+    root: Path
+    iteration: int
+    chunks: Sequence[Chunk]
+    texts: Mapping[str, str]
+    beside: Mapping[str, bytes]
+    retain: Retention
+
+    @property
+    def target(self) -> Path:
+        """Its folder, once it's complete."""
+        return self.root / storage.directory_name(self.iteration)
+
+
+def plan(
+    root: Path,
+    iteration: int,
+    *,
+    mesh: Mesh,
+    pieces: Iterable[Piece],
+    config: RunConfig,
+    training_state: dict[str, Any],
+    retain: Retention,
+    beside: Mapping[str, bytes] | None = None,
+) -> Planned:
+    """Which rectangles this rank writes, and all that isn't tensors. Nothing is copied or written.
+
     `pieces`: all that this rank holds, parameters and optimizer state, named by their keys; in the same order on all
     replicas. `config`, `training_state` (JSON-ready) and `beside`, the small files to keep in `root` that the model was
-    trained with (None: those there stay), are taken from rank 0. Where any rank fails all raise the same
-    `CheckpointError`, nothing of the attempt stays, and the checkpoints before it are as they were. Returns the new
-    folder.
+    trained with (None: those there stay), are taken from rank 0.
     """
-    target = root / storage.directory_name(iteration)
-    # Plan: chunks that are read when they are written. A save that trains on meanwhile would copy them first.
-    chunks, texts = owned_chunks(pieces, mesh), storage.documents(config, training_state)
-    previous = storage.tracked_iteration(root) if mesh.is_first else None
+    texts = storage.documents(config, training_state)
+    chunks = owned_chunks(pieces, mesh)
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)  # the writing threads know nothing of this thread's streams
+    return Planned(root, iteration, chunks, texts, beside or {}, retain)
+
+
+def write_and_commit(planned: Planned, group: Group) -> Path:
+    """Write all files, then give the checkpoint its name; its folder. Collective over `group`, all ranks.
+
+    All raise the same `CheckpointError` where one of them fails, and nothing of the attempt stays.
+    """
     try:
-        on_first_rank(lambda: storage.begin(root, iteration), mesh.world)
-        try:
-            _write(root, iteration, chunks, texts, mesh)
-            on_first_rank(lambda: keep(root, beside or {}), mesh.world)
-            on_first_rank(lambda: storage.commit(root, iteration), mesh.world)
-        except CheckpointError:  # on all ranks alike
-            on_first_rank(lambda: storage.abandon(root, iteration), mesh.world)
-            raise
+        write(planned, group)
+        commit(planned, group)
     except CheckpointError as error:
-        raise CheckpointError(f"{target} was not saved: {error}") from error
-    on_first_rank(lambda: storage.retire(root, iteration, previous, retain), mesh.world)
-    return target
+        raise CheckpointError(f"{planned.target} was not saved: {error}") from error
+    return planned.target
 
 
-def _write(root: Path, iteration: int, chunks: Sequence[Chunk], texts: Mapping[str, str], mesh: Mesh) -> None:
+def write(planned: Planned, group: Group) -> None:
     """All of a checkpoint, under its temporary name. Collective."""
+    root, iteration = planned.root, planned.iteration
     folder = storage.temporary(root, iteration)
-    unseen = f"{folder} isn't visible here: --save must name a folder that all machines share"
-    agree(None if folder.is_dir() else unseen, mesh.world)
-    write_shards(folder, chunks, mesh.world)
-    on_first_rank(lambda: storage.write_documents(folder, texts), mesh.world)
+    on_first_rank(lambda: storage.begin(root, iteration), group)
+    with _abandoning(planned, group):
+        unseen = f"{folder} isn't visible here: --save must name a folder that all machines share"
+        agree(None if folder.is_dir() else unseen, group)
+        write_shards(folder, planned.chunks, group)
+        on_first_rank(lambda: storage.write_documents(folder, planned.texts), group)
+
+
+def commit(planned: Planned, group: Group) -> None:
+    """Give a written checkpoint its name, move the tracker, and delete what it replaces. Collective."""
+    root, iteration = planned.root, planned.iteration
+    previous = storage.tracked_iteration(root) if group.rank == 0 else None
+    with _abandoning(planned, group):
+        on_first_rank(lambda: keep(root, planned.beside), group)
+        on_first_rank(lambda: storage.commit(root, iteration), group)
+    on_first_rank(lambda: storage.retire(root, iteration, previous, planned.retain), group)
+
+
+@contextmanager
+def _abandoning(planned: Planned, group: Group) -> Iterator[None]:
+    """Remove the unfinished checkpoint where the block fails, which it does on all ranks alike."""
+    try:
+        yield
+    except CheckpointError:
+        on_first_rank(lambda: storage.abandon(planned.root, planned.iteration), group)
+        raise
 
 
 @torch.no_grad()
@@ -101,7 +171,7 @@ def load_checkpoint(
     agree(attempt(prepare), mesh.world)
     if strict:
         _refuse_unwanted(path, index, plan.keys, mesh)
-    agree(attempt(lambda: read_shards(path, plan.reads)), mesh.world)
+    read_shards_together(path, plan.reads, mesh)
 
 
 def read_checkpoint_config(directory: str | os.PathLike[str]) -> RunConfig:

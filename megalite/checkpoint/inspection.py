@@ -13,9 +13,10 @@ from typing import Any
 from megalite.checkpoint.checkpoint import read_checkpoint_config, read_training_state
 from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.huggingface.weights import EMBEDDING
-from megalite.checkpoint.metadata import TensorInfo, read_index
+from megalite.checkpoint.index import read_index
 from megalite.checkpoint.planner import STATE_PREFIX
 from megalite.checkpoint.storage import CheckpointDirectory
+from megalite.checkpoint.stored import TensorInfo
 from megalite.config.resolve import expert_layers, head_widths
 from megalite.config.schema import ROTARY, ModelConfig
 from megalite.precision.policy import Precision

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.metadata import Index, StoredChunk
+from megalite.checkpoint.stored import Index, StoredChunk
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.param_spec import Shape
 from megalite.distributed.pieces import Piece
@@ -40,6 +40,14 @@ class Chunk:
     sizes: Shape
     dtype: torch.dtype
     read: Callable[[], Tensor]
+
+    @property
+    def name(self) -> str:
+        """What a data file calls it: the key, and of which part it is where it isn't all."""
+        if self.sizes == self.shape:
+            return self.key
+        ranges = (f"{a}:{a + n}" for a, n in zip(self.start, self.sizes, strict=True))
+        return f"{self.key}[{','.join(ranges)}]"
 
 
 def whole_chunk(key: str, shape: Shape, dtype: torch.dtype, read: Callable[[], Tensor]) -> Chunk:

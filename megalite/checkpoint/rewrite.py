@@ -14,12 +14,13 @@ from torch import Tensor
 
 from megalite.checkpoint import storage
 from megalite.checkpoint.errors import CheckpointError, naming
-from megalite.checkpoint.huggingface.files import Entry, write_safetensors
 from megalite.checkpoint.huggingface.travel import FOLDER, read_small_files, write_small_files
-from megalite.checkpoint.metadata import Index, check_files, read_index
+from megalite.checkpoint.index import check_files, read_index
 from megalite.checkpoint.planner import STATE_PREFIX, plan_reads, whole_chunk
 from megalite.checkpoint.shards import read_shards, write_shards
 from megalite.checkpoint.storage import CheckpointDirectory
+from megalite.checkpoint.stored import Index
+from megalite.checkpoint.tensor_file import Entry, write_safetensors
 from megalite.config.errors import FlagError
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.param_spec import Box, ParamSpec

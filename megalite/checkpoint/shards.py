@@ -1,38 +1,39 @@
-"""Data files, in the format of torch.distributed.checkpoint (DCP): written, and read back with every byte verified.
+"""Data files: written by all ranks, and read back with every byte verified.
 
-Key idea: DCP stores a chunk as a small uncompressed zip archive that `torch.save` makes, with a checksum in it. torch's
-own reader skips that checksum and unpickles; this one takes the raw bytes and verifies them, so a flipped bit is an
-error that names the file. Two threads each way overlap copying, checksums and the disk.
+Key idea: every rank writes safetensors files of its own, block by block, and the index says what lies where. Ranks that
+load are often copies of each other, or want columns of the same rows. So a block is read from the disk by one of them,
+which hands the others what they want of it; and what nobody wants isn't read. Two threads each way overlap copying,
+checksums and the disk.
 """
 
 from __future__ import annotations
 
-import io
-import os
-import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import NamedTuple
+from zipfile import BadZipFile
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint.errors import agree, attempt, naming, on_first_rank
-from megalite.checkpoint.metadata import Index, StoredChunk, TensorInfo, write_index
+from megalite.checkpoint.index import write_index
 from megalite.checkpoint.planner import Chunk, Read
 from megalite.checkpoint.storage import DATA_SUFFIX
-from megalite.distributed.collectives import all_gather_objects
-from megalite.distributed.mesh import Group
+from megalite.checkpoint.stored import Index, StoredChunk, TensorInfo
+from megalite.checkpoint.tensor_file import Entry, write_safetensors
+from megalite.distributed.collectives import all_gather_objects, exchange
+from megalite.distributed.mesh import Group, Mesh
+from megalite.distributed.param_spec import Shape
 from megalite.files.atomic import sync
 
 THREADS = 2
-_RECORD = "archive/data/0"  # where torch.save puts the bytes of the one tensor
-_DIRECTORY = 4096  # bytes at the end of a chunk that hold the archive's list of its few entries, and more
-_LOCAL_HEADER = 30  # bytes of a zip entry's header before its name
+ROUND = 64 << 20
+"""Bytes that a rank reads, at least, before it hands others their parts."""
 
 Written = tuple[str, TensorInfo, StoredChunk]
 """Key, the logical tensor, and where a rectangle of it was put."""
@@ -57,7 +58,7 @@ def write_shards(directory: Path, chunks: Iterable[Chunk], group: Group, *, file
 def _write_files(directory: Path, chunks: Iterable[Chunk], rank: int, files: int) -> list[Written]:
     """A rank that has nothing to write makes no file."""
     shares = [share for share in _share_out(chunks, files) if share]
-    names = [f"__{rank}_{i}{DATA_SUFFIX}" for i in range(len(shares))]
+    names = [f"rank{rank:05d}_{i}{DATA_SUFFIX}" for i in range(len(shares))]
     with ThreadPoolExecutor(THREADS) as pool:
         return [one for written in pool.map(partial(_write_file, directory), names, shares) for one in written]
 
@@ -73,59 +74,156 @@ def _share_out(chunks: Iterable[Chunk], files: int) -> list[list[Chunk]]:
     return shares
 
 
-def _write_file(directory: Path, name: str, chunks: Iterable[Chunk]) -> list[Written]:
+def _write_file(directory: Path, name: str, chunks: Sequence[Chunk]) -> list[Written]:
     """The chunks one after the other, each with one copy in memory while it's written."""
-    result = []
-    with naming(directory / name, RuntimeError), open(directory / name, "wb") as stream:  # torch's writer raises either
-        for chunk in chunks:
-            start = stream.tell()
-            torch.save(_compact(chunk.read()), stream)
-            length = stream.tell() - start
-            stored = StoredChunk(chunk.start, chunk.sizes, chunk.dtype, name, start, length)
-            result.append((chunk.key, TensorInfo(chunk.shape, chunk.dtype), stored))
+    by_name = {chunk.name: chunk for chunk in chunks}
+    entries = [Entry(named, chunk.sizes, chunk.dtype, chunk.read) for named, chunk in by_name.items()]
+    with naming(directory / name), open(directory / name, "wb") as stream:
+        written = write_safetensors(stream, entries, {"format": "pt"})
         sync(stream)
+    result = []
+    for entry, blocks in written:
+        chunk = by_name[entry.name]
+        for start, sizes, offset, checksum in blocks:
+            place = tuple(a + b for a, b in zip(chunk.start, start, strict=True))
+            stored = StoredChunk(place, sizes, chunk.dtype, name, offset, checksum)
+            result.append((chunk.key, TensorInfo(chunk.shape, chunk.dtype), stored))
     return result
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, row-major, with no storage behind it but its own: `torch.save` writes all of that."""
-    tensor = tensor.cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def read_shards(directory: Path, reads: Iterable[Read]) -> None:
     """Carry out all reads; dtypes are converted. Raises `CheckpointError` naming a file that is missing or damaged."""
-    by_file: dict[str, dict[StoredChunk, list[Read]]] = {}
-    for read in reads:
-        by_file.setdefault(read.chunk.file, {}).setdefault(read.chunk, []).append(read)
+    parts = _by_chunk(reads)
 
-    def read_file(name: str) -> None:
-        path = directory / name
-        with naming(path, ValueError, KeyError, zipfile.BadZipFile), path.open("rb") as file:
-            for chunk, parts in sorted(by_file[name].items(), key=lambda item: item[0].offset):
-                data = _read_chunk(file, chunk)
-                for part in parts:
-                    slices = (slice(a, a + n) for a, n in zip(part.start, part.target.shape, strict=True))
-                    part.target.copy_(data[tuple(slices)])
+    def fill(chunk: StoredChunk) -> None:
+        data = _read_chunk(directory, chunk)
+        for read in parts[chunk]:
+            read.target.copy_(_part(data, read.start, tuple(read.target.shape)))
 
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(read_file, by_file))
+        list(pool.map(fill, parts))
 
 
-def _read_chunk(file: BinaryIO, chunk: StoredChunk) -> Tensor:
+def _by_chunk(reads: Iterable[Read]) -> dict[StoredChunk, list[Read]]:
+    """In the order in which the chunks lie in the files."""
+    parts: dict[StoredChunk, list[Read]] = {}
+    for read in reads:
+        parts.setdefault(read.chunk, []).append(read)
+    return dict(sorted(parts.items(), key=lambda item: (item[0].file, item[0].offset)))
+
+
+def _part(data: Tensor, start: Shape, sizes: Shape) -> Tensor:
+    return data[tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))]
+
+
+def _read_chunk(directory: Path, chunk: StoredChunk) -> Tensor:
     """A stored chunk on the CPU, its checksum verified."""
-    tail = chunk.offset + max(0, chunk.length - _DIRECTORY)
-    file.seek(tail)
-    with zipfile.ZipFile(io.BytesIO(file.read(chunk.offset + chunk.length - tail))) as archive:
-        record = archive.getinfo(_RECORD)  # its place counts from `tail`, so it may be negative
+    path = directory / chunk.file
     flat = torch.empty(prod(chunk.sizes), dtype=chunk.dtype)
-    if record.file_size != flat.nbytes or record.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"{record.file_size} bytes at {chunk.offset} instead of {flat.nbytes}")
-    file.seek(tail + record.header_offset)
-    header = file.read(_LOCAL_HEADER)
-    name_and_padding = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    file.seek(name_and_padding, os.SEEK_CUR)
-    target = flat.view(torch.uint8).numpy().data
-    if file.readinto(target) != flat.nbytes or zlib.crc32(target) != record.CRC:  # type: ignore[attr-defined]
-        raise ValueError(f"damaged: wrong checksum of the tensor at {chunk.offset}")
+    with naming(path, ValueError, KeyError, BadZipFile), path.open("rb") as file:
+        offset, checksum = chunk.find(file)
+        file.seek(offset)
+        target = flat.view(torch.uint8).numpy().data
+        if file.readinto(target) != flat.nbytes or zlib.crc32(target) != checksum:
+            raise ValueError(f"damaged: wrong checksum of the tensor at {chunk.offset}")
     return flat.view(chunk.sizes)
+
+
+class _Want(NamedTuple):
+    """What a rank wants of a chunk: rectangles in it, as (start, sizes)."""
+
+    nbytes: int
+    parts: list[tuple[Shape, Shape]]
+
+
+_Place = tuple[str, int]  # file and offset: what all ranks call a chunk
+
+
+def read_shards_together(directory: Path, reads: Iterable[Read], mesh: Mesh) -> int:
+    """As `read_shards`, with each chunk read by one of the ranks that want it; how many bytes this one read. Collective
+    over the world, where all raise the same `CheckpointError`."""
+    if mesh.world.size == 1:
+        read_shards(directory, parts := list(reads))
+        return sum(chunk.nbytes for chunk in _by_chunk(parts))
+    mine = {(chunk.file, chunk.offset): parts for chunk, parts in _by_chunk(reads).items()}
+    told = {
+        place: _Want(parts[0].chunk.nbytes, [(read.start, tuple(read.target.shape)) for read in parts])
+        for place, parts in mine.items()
+    }
+    wanted: list[dict[_Place, _Want]] = all_gather_objects(told, mesh.world)
+    done = 0
+    for turn in _turns(wanted):
+        read: dict[_Place, Tensor] = {}
+
+        def read_mine(places: Sequence[_Place] = turn[mesh.rank], read: dict[_Place, Tensor] = read) -> None:
+            with ThreadPoolExecutor(THREADS) as pool:
+                chunks = [mine[place][0].chunk for place in places]
+                read.update(zip(places, pool.map(partial(_read_chunk, directory), chunks), strict=True))
+
+        agree(attempt(read_mine), mesh.world)
+        done += sum(data.nbytes for data in read.values())
+        _hand_out(turn, read, mine, wanted, mesh)
+    return done
+
+
+def _turns(wanted: Sequence[dict[_Place, _Want]]) -> Iterator[list[list[_Place]]]:
+    """Turn for turn what each rank reads. Ranks that want the same take chunks by the bytes that they have already."""
+    wanting: dict[_Place, list[int]] = {}
+    for rank, theirs in enumerate(wanted):
+        for place in theirs:
+            wanting.setdefault(place, []).append(rank)
+    loads, queues = [0] * len(wanted), [list[_Place]() for _ in wanted]
+    for place, ranks in sorted(wanting.items()):
+        reader = min(ranks, key=lambda rank: loads[rank])
+        loads[reader] += wanted[reader][place].nbytes
+        queues[reader].append(place)
+    turns = [list(_rounds(queue, theirs)) for queue, theirs in zip(queues, wanted, strict=True)]
+    for number in range(max(map(len, turns))):
+        yield [theirs[number] if number < len(theirs) else [] for theirs in turns]
+
+
+def _rounds(queue: Sequence[_Place], wants: dict[_Place, _Want]) -> Iterator[list[_Place]]:
+    """The queue in parts of about `ROUND` bytes."""
+    part: list[_Place] = []
+    for place in queue:
+        part.append(place)
+        if sum(wants[one].nbytes for one in part) >= ROUND:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def _hand_out(
+    turn: Sequence[Sequence[_Place]],
+    read: dict[_Place, Tensor],
+    mine: dict[_Place, list[Read]],
+    wanted: Sequence[dict[_Place, _Want]],
+    mesh: Mesh,
+) -> None:
+    """Fill all ranks' targets with their parts of what was read in a turn. Collective over the world."""
+
+    def parcel(rank: int) -> Tensor:
+        """All that `rank` wants of what this one has read, as bytes."""
+        places = (place for place in turn[mesh.rank] if place in wanted[rank])
+        parts = [_part(read[place], *part) for place in places for part in wanted[rank][place].parts]
+        flat = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
+        return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+
+    others = [rank for rank in range(mesh.world.size) if rank != mesh.rank]
+    coming = {rank: [part for place in turn[rank] for part in mine.get(place, ())] for rank in others}
+    sizes = {rank: sum(_nbytes(part) for part in parts) for rank, parts in coming.items()}
+    received = exchange({rank: parcel(rank) for rank in others}, sizes, mesh)
+    for rank, parts in coming.items():
+        offset = 0
+        for part in parts:
+            data = received[rank][offset : offset + _nbytes(part)].clone()  # at an address that suits its format
+            part.target.copy_(data.view(part.chunk.dtype).view(part.target.shape))
+            offset += len(data)
+    for place, data in read.items():
+        for part in mine[place]:
+            part.target.copy_(_part(data, part.start, tuple(part.target.shape)))
+
+
+def _nbytes(read: Read) -> int:
+    return read.target.numel() * read.chunk.dtype.itemsize

@@ -9,6 +9,7 @@ beside them; the tensors in data files have their own (`shards.py`).
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.errors import CheckpointError, naming, reason
-from megalite.checkpoint.metadata import check_files, read_index
+from megalite.checkpoint.index import check_files, read_index
 from megalite.config.schema import CheckpointConfig, RunConfig
 from megalite.files.atomic import publish_folder, remove_leftovers, remove_whole, replacing, sync
 from megalite.files.owner import OWNER, check_unowned, owning
@@ -31,7 +32,8 @@ CONFIG_FILE = "config.json"
 STATE_FILE = "training_state.json"
 DOCUMENTS = (CONFIG_FILE, STATE_FILE)
 """All of a checkpoint that isn't tensors."""
-CHECKSUMS, DATA_SUFFIX = "checksums.json", ".distcp"
+CHECKSUMS, DATA_SUFFIX = "checksums.json", ".safetensors"
+_DATA_SUFFIXES = (DATA_SUFFIX, ".distcp")  # the second in checkpoints of older versions
 ADAPTER_FILE = "adapter_config.json"
 _KINDS = {
     "--load": "holds checkpoints of megalite: did you mean --load {0} (in training, for its weights alone, "
@@ -60,26 +62,31 @@ class CheckpointDirectory:
 class Retention:
     """Which older checkpoints a new one leaves in place.
 
-    `keep_last`: only so many newest, the new one among them (`--keep-last-checkpoints`). `interval`: those at its
-    multiples stay in any case, and without `keep_last` only the one before the new one goes (`--save-retain-interval`,
-    as in Megatron-LM). Both None: all stay.
+    `keep_last`: only so many newest, the new one among them (`--keep-last-checkpoints`). `keep_best`: also so
+    many whose validation loss is lowest (`--keep-best`); without `keep_last` these and the newest. `interval`: those at
+    its multiples stay in any case, and without the others only the one before the new one goes
+    (`--save-retain-interval`, as in Megatron-LM). All None: all stay.
     """
 
     keep_last: int | None = None
     interval: int | None = None
+    keep_best: int | None = None
 
     @classmethod
     def from_config(cls, config: CheckpointConfig) -> Retention:
         """As the flags say."""
-        return cls(config.keep_last_checkpoints, config.save_retain_interval)
+        return cls(config.keep_last_checkpoints, config.save_retain_interval, config.keep_best)
 
-    def to_delete(self, older: list[int], previous: int | None) -> list[int]:
-        """Which of the `older` iterations (ascending) go, now that a newer is complete. `previous`: the tracker's."""
-        if self.keep_last is not None:
-            older = older[: max(0, len(older) - (self.keep_last - 1))]
+    def to_delete(self, older: list[int], previous: int | None, losses: Mapping[int, float]) -> list[int]:
+        """Which of the `older` iterations (ascending) go, now that a newer is complete. `previous`: the tracker's.
+        `losses`: of the validations that were made at saved iterations, the newest too."""
+        if self.keep_last is not None or self.keep_best is not None:
+            older = older[: max(0, len(older) - ((self.keep_last or 1) - 1))]
         else:
             older = [iteration for iteration in older if self.interval is not None and iteration == previous]
-        return [iteration for iteration in older if self.interval is None or iteration % self.interval != 0]
+        best = sorted(losses, key=lambda iteration: (losses[iteration], -iteration))[: self.keep_best or 0]
+        multiple = self.interval or max(older, default=0) + 1
+        return [iteration for iteration in older if iteration % multiple and iteration not in best]
 
 
 def directory_name(iteration: int) -> str:
@@ -134,7 +141,7 @@ def write_documents(folder: Path, texts: Mapping[str, str]) -> None:
     with naming(folder):
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        small = sorted(path for path in folder.iterdir() if path.suffix != DATA_SUFFIX)
+        small = sorted(path for path in folder.iterdir() if path.suffix not in _DATA_SUFFIXES)
         sums = {path.name: _checksum(path.read_bytes()) for path in small}
         values = {"algorithm": "crc32", "files": sums, "files_checksum": _checksum_of(sums)}
         (folder / CHECKSUMS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -165,7 +172,7 @@ def _check_small_files(folder: Path) -> None:
         raise CheckpointError(f"{path} is damaged ({reason(error)}): copy it {advice}") from error
     for file, expected in ((folder / name, expected) for name, expected in sums.items()):
         with naming(file):
-            found = expected if file.suffix == DATA_SUFFIX else _checksum(file.read_bytes())
+            found = expected if file.suffix in _DATA_SUFFIXES else _checksum(file.read_bytes())
         if found != expected:
             raise CheckpointError(
                 f"{file} is damaged or was changed: its checksum is {found}, and {CHECKSUMS} says {expected}. Copy it "
@@ -218,13 +225,21 @@ def retire(root: Path, iteration: int, previous: int | None, retain: Retention) 
     incomplete folders stay. A failure is only a warning: the new checkpoint is safe."""
     entries = _entries(root, "")
     older = [number for number, path in entries.items() if number < iteration and not path.is_symlink()]
-    if retain.keep_last is not None:
+    if retain.keep_last is not None or retain.keep_best is not None:
         older = [number for number in older if problem(entries[number]) is None]
-    for number in retain.to_delete(older, previous):
+    losses = _losses({number: entries[number] for number in (*older, iteration)}) if retain.keep_best else {}
+    for number in retain.to_delete(older, previous, losses):
         try:
             remove_whole(entries[number])
         except OSError as error:
             warnings.warn(f"{entries[number]} could not be deleted: {reason(error)}", stacklevel=2)
+
+
+def _losses(folders: Mapping[int, Path]) -> dict[int, float]:
+    """Validation losses of those checkpoints, by iteration, that have one."""
+    states = {number: read_json(path / STATE_FILE).get("training", {}) for number, path in folders.items()}
+    found = {number: state.get("valid_loss") for number, state in states.items()}
+    return {number: loss for number, loss in found.items() if isinstance(loss, float) and math.isfinite(loss)}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Everything that can be wrong with a configuration, found before any process group exists.
 
-Key idea: a setting is honoured or refused, never ignored. `check` finds what could not run anywhere, `not_built` what
-megalite can't run yet, `without_effect` what is set but changes nothing. All three return plain lines for the user.
+Key idea: a setting is honoured or refused, never ignored. `check` finds what could not run anywhere, `without_effect`
+what is set but changes nothing. Both return plain lines for the user.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megalite.config.check_run import (
     tokenizer_problems,
     training_problems,
 )
-from megalite.config.fields import Field, all_fields, get, given, settings_not_built, take_out, value_problems
+from megalite.config.fields import Field, all_fields, get, given, value_problems
 from megalite.config.schema import RunConfig
 
 
@@ -55,13 +55,6 @@ def check(config: RunConfig, world_size: int) -> list[str]:
         *checkpoint_problems(config),
         *reporting_problems(config),
     ]
-
-
-def not_built(config: RunConfig) -> list[str]:
-    """One line for each setting whose feature isn't built yet, and one that says what to take out."""
-    settings = settings_not_built(config)
-    lines = [f"{shown}: {planned} is not built yet" for shown, planned in settings]
-    return [*lines, *take_out([shown for shown, _ in settings])]
 
 
 def without_effect(config: RunConfig) -> list[str]:

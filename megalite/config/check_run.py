@@ -250,11 +250,18 @@ def tokenizer_problems(tokenizer: TokenizerConfig) -> Iterator[str]:
 def checkpoint_problems(config: RunConfig) -> Iterator[str]:
     """Saving needs a folder, loading too."""
     checkpoint = config.checkpoint
-    saves = ("save_interval", "save_retain_interval", "keep_last_checkpoints", "async_save")
+    saves = ("save_interval", "save_retain_interval", "keep_last_checkpoints", "keep_best")
     yield from needs(config, checkpoint.save is not None, "--save", *(f"checkpoint.{name}" for name in saves))
+    saved = (checkpoint.save, config.peft.save_adapter, config.peft.save_best_adapter)
+    yield from needs(
+        config, saved != (None,) * 3, "--save, --save-adapter or --save-best-adapter", "checkpoint.async_save"
+    )
     interval, retain = checkpoint.save_interval, checkpoint.save_retain_interval
     if interval is not None and retain is not None and retain % interval:
         yield f"--save-retain-interval {retain} is not a multiple of --save-interval {interval}"
+    evaluated = config.validation.eval_interval
+    if checkpoint.keep_best is not None and (interval is None or evaluated is None or interval % evaluated):
+        yield f"--keep-best {checkpoint.keep_best} needs --save-interval at a multiple of --eval-interval"
     loads = ("ckpt_step", "exit_on_missing_checkpoint")
     yield from needs(config, checkpoint.load is not None, "--load", *(f"checkpoint.{name}" for name in loads))
     source = checkpoint.load is not None or checkpoint.pretrained_checkpoint is not None

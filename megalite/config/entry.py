@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megalite.config.check import check, missing_fields, not_built, without_effect
+from megalite.config.check import check, missing_fields, without_effect
 from megalite.config.check_peft import contradiction
 from megalite.config.errors import FlagError
 from megalite.config.fields import Field, all_fields, get, put
@@ -110,8 +110,8 @@ def read_config(
     config, explicit, notes = parse_flags(argv, program, description, sections)
     notes += fill(config, explicit, loaders or Loaders())
     refuse_few_flags(config, program)
-    used, idle = drop_idle(config, world_size)
-    problems = check(config, world_size) + not_built(used)
+    _, idle = drop_idle(config, world_size)
+    problems = check(config, world_size)
     if problems:
         raise FlagError("\n".join(problems))
     return resolve(config, world_size), [*notes, *idle, *without_effect(config)]

@@ -121,12 +121,6 @@ def needs(config: RunConfig, met: bool, reason: str, *paths: str) -> list[str]:
     return [] if met else [f"{shown} needs {reason}" for shown in given(config, *paths)]
 
 
-def settings_not_built(config: RunConfig) -> list[tuple[str, str]]:
-    """Settings whose feature isn't built yet: the flag with its value, and the feature's name."""
-    pairs = ((field, get(config, field.path)) for field in all_fields().values())
-    return [(each.show(value), each.planned) for each, value in pairs if each.planned and value != each.default]
-
-
 def take_out(shown: list[str]) -> list[str]:
     """One line that lists flags with their values, to be taken out of a command; empty for fewer than two."""
     if len(shown) < 2:

@@ -26,7 +26,6 @@ from megalite.config.fields import (
     pretraining_sections,
     put,
     section_fields,
-    settings_not_built,
     take_out,
 )
 from megalite.config.megatron_flags import (
@@ -187,7 +186,7 @@ def to_float(text: str) -> float:
 
 
 def _help(field: Field) -> str:
-    """One line of meaning, the choices, the default, and what isn't built."""
+    """One line of meaning, the choices and the default."""
     parts = [field.help]
     if field.choices:
         parts.append(f"; one of {', '.join(str(choice) for choice in field.choices)}")
@@ -199,8 +198,6 @@ def _help(field: Field) -> str:
         parts.append(" (needed; no default)")
     elif "default" not in field.help:
         parts.append(" (default: none)")
-    if field.planned:
-        parts.append(" [not built yet]")
     return "".join(parts).replace("%", "%%")
 
 
@@ -221,9 +218,7 @@ def parse_namespace(parser: FlagParser, argv: Sequence[str]) -> tuple[argparse.N
         elif message not in notes:
             notes.append(message)
     if problems:
-        settings = settings_not_built(read_run(namespace))
-        problems += [f"{shown}: {planned} is not built yet" for shown, planned in settings]
-        raise FlagError("\n".join([*problems, *take_out([*refused, *(shown for shown, _ in settings)])]))
+        raise FlagError("\n".join([*problems, *take_out(refused)]))
     return namespace, notes
 
 

@@ -355,6 +355,11 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = flag(None, "keep only checkpoints at multiples of this, and the newest")
     keep_last_checkpoints: int | None = flag(None, "keep only this many newest checkpoints")
+    keep_best: int | None = flag(
+        None,
+        "keep the checkpoints with the lowest validation losses, this many; without --keep-last-checkpoints only these "
+        "and the newest",
+    )
     load: str | None = flag(None, "folder to resume from; if it has no checkpoint, training starts from the beginning")
     ckpt_step: int | None = flag(None, "iteration to load instead of the newest")
     finetune: bool = flag(False, "load only the weights and start at iteration 0")
@@ -365,7 +370,7 @@ class CheckpointConfig:
     load_rng: bool = flag(True, "do not load the dropout seed: use --seed", option="--no-load-rng")
     use_checkpoint_args: bool = flag(False, "take network and tokenizer flags that you leave out from the checkpoint")
     exit_on_missing_checkpoint: bool = flag(False, "fail if --load has no checkpoint, instead of starting a new run")
-    async_save: bool = flag(False, "write checkpoints in the background", planned="asynchronous save")
+    async_save: bool = flag(False, "copy checkpoints and adapters to memory and write them while training goes on")
 
 
 @dataclass

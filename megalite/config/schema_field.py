@@ -28,8 +28,7 @@ class Flag:
 
     `bound`: of each of its numbers; by default a whole number is at least 1 and another isn't negative. `option`: the
     flag, where it isn't the field's name; for a boolean that is on by default it is the flag that turns it off.
-    `aliases`: other accepted spellings. `planned`: the feature isn't built yet; its name. Any value but the default is
-    then refused by `config.check.not_built`. `repeatable`: a list that grows each time the flag is given. `needed`: no
+    `aliases`: other accepted spellings. `repeatable`: a list that grows each time the flag is given. `needed`: no
     run goes without it. `writes`: the flag names where a run writes a "model", other files (a "folder") or one "file".
     """
 
@@ -38,7 +37,6 @@ class Flag:
     option: str = ""
     aliases: tuple[str, ...] = ()
     choices: tuple[Any, ...] | None = None
-    planned: str | None = None
     repeatable: bool = False
     needed: bool = False
     writes: str | None = None

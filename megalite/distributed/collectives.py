@@ -7,7 +7,7 @@ its backward overlaps with the weight gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -63,6 +63,18 @@ def gather_tensors(
             tensor = torch.empty(shape, dtype=dtype, device=device)
             dist.recv(tensor, src=member, group=group.process_group)
             yield label, tensor
+
+
+def exchange(parcels: Mapping[int, Tensor], sizes: Mapping[int, int], mesh: Mesh) -> dict[int, Tensor]:
+    """Bytes between any ranks of the world: `parcels` [n] (uint8, on the host) go to the ranks that they are for, and
+    of each rank in `sizes` come so many. Collective; nothing is sent where nothing is to come."""
+    group, device = mesh.world.process_group, mesh.device
+    received = {rank: torch.empty(size, dtype=torch.uint8, device=device) for rank, size in sizes.items()}
+    works = [dist.P2POp(dist.isend, data.to(device), rank, group) for rank, data in parcels.items() if len(data)]
+    works += [dist.P2POp(dist.irecv, data, rank, group) for rank, data in received.items() if len(data)]
+    for work in dist.batch_isend_irecv(works) if works else ():
+        work.wait()
+    return {rank: data.cpu() for rank, data in received.items()}
 
 
 def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:

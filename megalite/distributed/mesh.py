@@ -54,6 +54,7 @@ class Mesh:
         self.rank = rank
         self.device = device
         self._process_groups = groups
+        self._twins: list[dist.ProcessGroup] = []
         self.coordinates = layout.coordinates(rank)
         self._groups: dict[tuple[str, ...], Group] = {}
         for axes in GROUP_AXES:
@@ -113,6 +114,15 @@ class Mesh:
         process_group = self._process_groups.get(ranks)
         return None if process_group is None else Group(ranks, ranks.index(self.rank), process_group)
 
+    def twin_of_world(self) -> Group:
+        """All ranks again, with a gloo process group of its own for another thread. Collective over the world."""
+        if self.world.size == 1:
+            return self.world
+        ranks = self.world.ranks
+        twin = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        self._twins.append(twin)
+        return Group(ranks, self.world.rank, twin)
+
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, from the host, on this rank's device, without waiting for it: from page-locked memory, since a copy
         from other memory waits until the device has done all before."""
@@ -122,7 +132,7 @@ class Mesh:
 
     def close(self) -> None:
         """Destroy the groups made here (not the default one)."""
-        for group in self._process_groups.values():
+        for group in (*self._process_groups.values(), *self._twins):
             if group is not dist.group.WORLD:
                 with contextlib.suppress(ValueError):
                     dist.destroy_process_group(group)

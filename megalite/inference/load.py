@@ -24,7 +24,7 @@ from megalite.checkpoint.huggingface.files import TensorFiles
 from megalite.checkpoint.huggingface.hub import published_name
 from megalite.checkpoint.huggingface.load import load_huggingface
 from megalite.checkpoint.huggingface.travel import FOLDER, origin, shares_ids, tokenizer_of, use_kept
-from megalite.checkpoint.metadata import stored_tensors
+from megalite.checkpoint.index import stored_tensors
 from megalite.checkpoint.storage import CONFIG_FILE, find_checkpoint, read_json
 from megalite.config.errors import FlagError, UserError
 from megalite.config.fields import put

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
 from megalite.checkpoint.huggingface.hub import published_name
+from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.storage import ADAPTER_FILE
 from megalite.config.schema import ModelConfig
 from megalite.config.schema_finetune import PeftConfig
@@ -91,7 +93,7 @@ class AdapterPlan:
             for _, start, view in piece.held() if piece.name in values else ():
                 view.copy_(values[piece.name][tuple(slice(a, a + n) for a, n in zip(start, view.shape, strict=True))])
 
-    def save(
+    def stage(
         self,
         directory: str,
         pieces: Iterable[Piece],
@@ -100,8 +102,9 @@ class AdapterPlan:
         base: str | None = None,
         class_names: Sequence[str] | None = None,
         beside: Mapping[str, bytes] | None = None,
-    ) -> None:
-        """Write `directory` in PEFT's format from the trained parameters' pieces. Collective over the world.
+    ) -> Callable[[Group], None]:
+        """What writes `directory` in PEFT's format, collectively over all ranks, with what the trained parameters'
+        pieces hold now. Collective over the world.
 
         `base`: the model's Hugging Face folder, where known. `class_names`: a classifier's, in order. `beside`: the
         files of tokenizer, chat template and generation settings that the model was trained with, as PEFT's users keep
@@ -113,7 +116,7 @@ class AdapterPlan:
             config, tensors = to_peft(values, self.model, self.peft, self.scales, self.vocab_size, base)
             write_adapter(directory, config, tensors, class_names, beside)
 
-        on_first_rank(write, mesh.world)
+        return partial(on_first_rank, write)
 
 
 def plan_adapter(
@@ -148,7 +151,8 @@ def load_adapter(model: GPTStage, directory: str, *, mesh: Mesh, precision: Prec
 
 class AdapterSaver:
     """Writes a run's adapter where `--save-adapter` and `--save-best-adapter` ask for it. `classes`, `beside`: see
-    `AdapterPlan.save`. `say`: prints a line on the first rank. All methods are collective over the world."""
+    `AdapterPlan.stage`. `saver`: writes them. `say`: prints a line on the first rank. All methods are collective over
+    the world."""
 
     def __init__(
         self,
@@ -158,10 +162,11 @@ class AdapterSaver:
         *,
         classes: Sequence[str] | None,
         beside: Mapping[str, bytes],
+        saver: Saver,
         say: Callable[[str], None],
     ):
         """`base`: the folder of `--load-hf`."""
-        self.plan, self.optimizer, self.say = plan, optimizer, say
+        self.plan, self.optimizer, self.saver, self.say = plan, optimizer, saver, say
         self.base, self.classes, self.beside = None if base is None else published_name(base), classes, beside
         self._saved_at = -1
 
@@ -170,8 +175,7 @@ class AdapterSaver:
         directory = self.plan.peft.save_adapter
         if directory is not None and self._saved_at != iteration:
             self._saved_at = iteration
-            self._write("--save-adapter", directory)
-            self.say(f"saved the adapter in {directory}{self.plan.caution}")
+            self._write("--save-adapter", directory, self.plan.caution)
 
     def standing_best(self, best: float | None) -> float | None:
         """`best`, the lowest loss of an earlier run, where its adapter is in the folder of `--save-best-adapter`; else
@@ -189,21 +193,24 @@ class AdapterSaver:
         directory = self.plan.peft.save_best_adapter
         if directory is None or not loss < (math.inf if best is None else best):
             return best
-        self._write("--save-best-adapter", directory)
-        self.say(f"saved the adapter in {directory}: validation loss {loss:.6g} is the lowest so far")
+        self._write("--save-best-adapter", directory, f": validation loss {loss:.6g} is the lowest so far")
         return loss
 
-    def _write(self, flag: str, directory: str) -> None:
-        optimizer = self.optimizer
-        pieces = optimizer.parameter_pieces().values()
-        try:
-            self.plan.save(
-                directory,
-                pieces,
-                optimizer.mesh,
-                base=self.base,
-                class_names=self.classes,
-                beside=self.beside,
-            )
-        except CheckpointError as error:
-            raise CheckpointError(f"{flag} {directory}: {error}") from error
+    def _write(self, flag: str, directory: str, comment: str) -> None:
+        """Have the adapter written; `comment` on it for the user."""
+        write = self.plan.stage(
+            directory,
+            self.optimizer.parameter_pieces().values(),
+            self.optimizer.mesh,
+            base=self.base,
+            class_names=self.classes,
+            beside=self.beside,
+        )
+
+        def job(group: Group) -> None:
+            try:
+                write(group)
+            except CheckpointError as error:
+                raise CheckpointError(f"{flag} {directory}: {error}") from error
+
+        self.saver.submit(job, f"saved the adapter in {directory}{comment}")

@@ -20,7 +20,7 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.classes import classifier_json, padding_id, padding_notes, with_number_format
 from megalite.checkpoint.huggingface.config import HuggingFaceModel, read_huggingface_config
-from megalite.checkpoint.huggingface.files import Entry, TensorFiles, check_absent, new_model_folder, write_weights
+from megalite.checkpoint.huggingface.files import TensorFiles, check_absent, new_model_folder, write_weights
 from megalite.checkpoint.huggingface.travel import (
     GENERATION_FILE,
     find_tokenizer,
@@ -33,6 +33,7 @@ from megalite.checkpoint.huggingface.travel import (
 )
 from megalite.checkpoint.huggingface.weights import FLOATING, OUTPUT
 from megalite.checkpoint.storage import CONFIG_FILE, read_json
+from megalite.checkpoint.tensor_file import Entry
 from megalite.config.schema_finetune import unnamed_classes
 from megalite.peft.convert import from_peft
 from megalite.peft.files import CLASSES_FILE, PREFIX, SCORE, Adapter, read_adapter, read_class_names

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from megalite.config.errors import UserError
 from megalite.distributed.collectives import broadcast_object
 from megalite.training.diagnostics import Profiler
 from megalite.training.evaluation import Continuations, Evaluator, length_multiple
@@ -61,6 +62,10 @@ class Loop:
                 "--exit-signal-handler Ctrl-C saves"
             )
             raise
+        except UserError as error:
+            if error.everywhere:  # all ranks stop, so all can wait for what is being written
+                self.parts.saver.wait()
+            raise
         finally:
             self.profiler.close()
             for sink in self.sinks:
@@ -111,6 +116,7 @@ class Loop:
         self.trainer.restart_clock()
         while state.iteration < self.total_iterations:
             self.moved(f"step {state.iteration + 1}")
+            state.valid_loss = None
             with self.profiler.step(state.iteration + 1):
                 record = self._step()
             seconds += record.elapsed_ms / 1e3
@@ -125,8 +131,10 @@ class Loop:
             if state.iteration % config.logging.log_interval == 0:
                 self.say(*self.trainer.timers.lines(config.logging.log_interval), *self._stragglers())
             last = state.iteration >= self.total_iterations
+            self.parts.saver.poll()
             if last or self._due(config.validation.eval_interval):
                 self._evaluate("valid")
+                self.parts.saver.wait()  # nothing was stepped meanwhile, so little is left to wait for
             if last or self._due(config.checkpoint.save_interval):
                 self._save()
                 saved = state.iteration
@@ -136,6 +144,7 @@ class Loop:
                 self._sum_up(*begun, seconds)
                 if saved != state.iteration:
                     self._save()
+                self.parts.saver.wait()
                 self.say(f"exiting at iteration {state.iteration}: {reason}")
                 return True
         self._sum_up(*begun, seconds)
@@ -190,6 +199,7 @@ class Loop:
             sink.close()
         self.sinks = make_sinks(self.config, self.total_iterations, self._newest) if self.mesh.is_first else []
         self._save()  # so that a run that is killed now doesn't meet the spike again
+        self.parts.saver.wait()
         self.trainer.restart_clock()
         return True
 
@@ -228,8 +238,10 @@ class Loop:
             self.validated(loss)
 
     def validated(self, loss: float) -> None:
-        """Keep the best adapter and show what the model writes, where they are asked for. Collective over the world."""
+        """Note the loss; keep the best adapter and show what the model writes, where they are asked for. Collective
+        over the world."""
         loss, parts = broadcast_object(loss, self.mesh.world), self.parts  # so that all ranks agree
+        self.state.valid_loss = loss
         if parts.adapter_saver is not None:
             self.state.best_valid_loss = parts.adapter_saver.save_if_best(loss, self.state.best_valid_loss)
         prompts, tokenizer = parts.prepared.prompts, parts.prepared.tokenizer

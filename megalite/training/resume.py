@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.checkpoint import load_checkpoint, read_checkpoint_config, read_training_state, save_checkpoint
+from megalite.checkpoint.checkpoint import Planned, load_checkpoint, plan, read_checkpoint_config, read_training_state
 from megalite.checkpoint.errors import CheckpointError, agree, on_first_rank
 from megalite.checkpoint.huggingface.architecture import HEAD
-from megalite.checkpoint.metadata import stored_tensors
+from megalite.checkpoint.index import stored_tensors
 from megalite.checkpoint.storage import (
     CONFIG_FILE,
     STATE_FILE,
@@ -39,7 +39,8 @@ from megalite.training.base_model import load_base_model
 from megalite.training.model import TrainedModel
 from megalite.training.spikes import SpikeHistory
 
-_MAY_BE_NONE = ("begun_iteration", "begun_samples", "best_valid_loss")
+_LOSSES = ("best_valid_loss", "valid_loss")
+_MAY_BE_NONE = ("begun_iteration", "begun_samples", *_LOSSES)
 
 
 @dataclass
@@ -49,7 +50,8 @@ class TrainingState:
     the whole random state, since random numbers are a function. `skipped_in_a_row`: the last steps, as far as all were
     skipped. `nans`: steps whose loss was not a number. `begun_iteration`, `begun_samples`: where the present batch
     sizes began, which is 0 where none was ever changed; None where an older version wrote this. `best_valid_loss`: the
-    lowest of all evaluations for which `--save-best-adapter` wrote an adapter."""
+    lowest of all evaluations for which `--save-best-adapter` wrote an adapter. `valid_loss`: of the evaluation at this
+    iteration, where there was one."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -63,6 +65,7 @@ class TrainingState:
     begun_iteration: int | None = 0
     begun_samples: int | None = 0
     best_valid_loss: float | None = None
+    valid_loss: float | None = None
 
     def to_dict(self) -> dict[str, int | float | None]:
         return asdict(self)
@@ -72,7 +75,7 @@ class TrainingState:
         """Take the known fields; others are for other readers of the file. A TypeError for a value of another kind."""
         taken: dict[str, Any] = {"begun_iteration": None, "begun_samples": None}
         for name in (each.name for each in fields(cls) if each.name in values):
-            value, number = values[name], (int, float) if name == "best_valid_loss" else (int,)
+            value, number = values[name], (int, float) if name in _LOSSES else (int,)
             if type(value) not in number and not (name in _MAY_BE_NONE and value is None):
                 raise TypeError(f"{name} is {value!r}, not a {'number' if float in number else 'whole number'}")
             taken[name] = value
@@ -180,10 +183,12 @@ def _load_frozen(directory: CheckpointDirectory, model: TrainedModel) -> None:
     load_checkpoint(directory, mesh=model.mesh, pieces=_named_by_source(pieces, directory, model))
 
 
-def save(model: TrainedModel, progress: Progress, root: str, *, retain: Retention, beside: Mapping[str, bytes]) -> Path:
-    """Write a checkpoint of the present state into `root`; its folder. See `save_checkpoint`. Collective (world)."""
+def plan_save(
+    model: TrainedModel, progress: Progress, root: str, *, retain: Retention, beside: Mapping[str, bytes]
+) -> Planned:
+    """The checkpoint of the present state to write into `root`. See `checkpoint.plan`."""
     config = model.config.checkpoint
-    return save_checkpoint(
+    return plan(
         Path(root),
         progress.state.iteration,
         mesh=model.mesh,

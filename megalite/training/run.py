@@ -11,6 +11,7 @@ from functools import partial
 
 from megalite.checkpoint.errors import on_first_rank
 from megalite.checkpoint.huggingface.travel import companions
+from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.storage import Retention
 from megalite.config.errors import UserError
 from megalite.config.fields import output_folders
@@ -51,6 +52,7 @@ class Run:
     feed: Feed
     engine: Engine
     trainer: Trainer
+    saver: Saver
     adapter_saver: AdapterSaver | None
     computing: ComputeTime | None = None
 
@@ -71,26 +73,28 @@ class Run:
         return self.progress.state
 
     def save_adapter(self) -> None:
-        """Write the adapter where `--save-adapter` asks for it, once a step. Collective over the world."""
+        """Have the adapter written where `--save-adapter` asks for it, once a step. Collective over the world."""
         if self.adapter_saver is not None:
             self.adapter_saver.save(self.state.iteration)
 
     def save(self) -> None:
-        """Write the adapter and a checkpoint of the present state, where they are asked for. After a skipped step
-        nothing older is replaced or deleted: it may be the last that is good. Collective over the world."""
+        """Have the adapter and a checkpoint of the present state written, where they are asked for. After a skipped
+        step nothing older is replaced or deleted: it may be the last that is good. Collective over the world."""
         good, config = self.state.skipped_in_a_row == 0, self.config.checkpoint
         if good:
             self.save_adapter()  # first: a disk that is too full for a checkpoint may have room for it
         if config.save is not None:
             retain = Retention.from_config(config) if good else Retention()
-            path = resume.save(self.model, self.progress, config.save, retain=retain, beside=self.companions)
-            say(self.mesh, f"saved {path}")
+            self.saver.save(
+                resume.plan_save(self.model, self.progress, config.save, retain=retain, beside=self.companions)
+            )
 
     def roll_back(self, to_iteration: int, loss: float, limit: float) -> Rollback:
         """Go back from the present step, whose `loss` was above `limit`, to a checkpoint of this run in `--save`, and
         pass over the data that were read since. Collective over the world."""
         end, history, best = self.progress.next_sample, self.progress.spikes, self.state.best_valid_loss
         iteration, config = self.state.iteration, self.config.checkpoint
+        self.saver.wait()
         found, _ = resume.locate_together(replace(config, load=config.save, ckpt_step=to_iteration), self.mesh)
         assert found is not None
         self.optimizer.finish_gathers()
@@ -104,7 +108,8 @@ class Run:
         return rollback
 
     def close(self) -> None:
-        """End the data-loader workers, and gathers under way."""
+        """End the data-loader workers, and gathers and saves under way."""
+        self.saver.wait()
         self.optimizer.finish_gathers()
         self.feed.close()
 
@@ -148,12 +153,19 @@ def build_run(prepared: Prepared, mesh: Mesh, *, transport: Transport | None = N
     trainer = Trainer(model, engine, progress, feed.training())
     if gradients is not None:
         trainer.on_first_gradients = partial(dump_gradients, gradients, model.optimizer, mesh)
-    saver = None
+    saver, adapter_saver = Saver(mesh, tell, background=config.checkpoint.async_save), None
     if model.adapter is not None:
-        folder = config.finetune.load_hf
-        saver = AdapterSaver(model.adapter, model.optimizer, folder, classes=task.classes, beside=beside, say=tell)
-        progress.state.best_valid_loss = saver.standing_best(progress.state.best_valid_loss)
-    return Run(prepared, datasets, beside, model, progress, feed, engine, trainer, saver, computing)
+        adapter_saver = AdapterSaver(
+            model.adapter,
+            model.optimizer,
+            config.finetune.load_hf,
+            classes=task.classes,
+            beside=beside,
+            saver=saver,
+            say=tell,
+        )
+        progress.state.best_valid_loss = adapter_saver.standing_best(progress.state.best_valid_loss)
+    return Run(prepared, datasets, beside, model, progress, feed, engine, trainer, saver, adapter_saver, computing)
 
 
 def _datasets(prepared: Prepared, mesh: Mesh) -> Datasets:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import fields, replace
 
-from megalite.config.check import check, not_built
+from megalite.config.check import check
 from megalite.config.errors import refuse
 from megalite.config.fields import all_fields, put
 from megalite.config.resolve import resolve
@@ -62,7 +62,7 @@ def on_one_process(config: RunConfig) -> RunConfig:
 
 def checked(config: RunConfig, world_size: int) -> RunConfig:
     """With all derived values; a FlagError says what is wrong with the flags. Schedules are not looked at."""
-    refuse(check(config, world_size) + not_built(config))
+    refuse(check(config, world_size))
     return resolve(config, world_size)
 
 

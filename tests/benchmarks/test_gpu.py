@@ -13,6 +13,7 @@ from benchmarks.workloads import OurSteps
 from megalite.config.schema import PrecisionConfig
 
 
+@pytest.mark.slow
 def test_every_precision_is_right_and_every_side_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Plain PyTorch is the truth of the speed rows: the same loss and gradient norm at the first step."""
     file = tmp_path / "gpu.json"
@@ -38,6 +39,7 @@ def test_every_precision_is_right_and_every_side_has_a_row(tmp_path: Path, capsy
         assert "emulated" in by_side[shape, "megalite fp8-mxfp8"]["note"]
 
 
+@pytest.mark.slow
 def test_wrong_gradients_fail_the_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     right = gpu.gradients_of
 

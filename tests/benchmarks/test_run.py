@@ -23,6 +23,7 @@ def rows_of(file: Path, *words: str) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["workload"], row["side"]): row for row in rows}
 
 
+@pytest.mark.slow
 def test_all_sides_train_the_same_and_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = rows_of(
         tmp_path / "bench.json",

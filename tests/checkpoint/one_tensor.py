@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,13 @@ SPEC = ParamSpec((100,), (100,), replicated((100,), Place(Layout(), 0)))
 KEEP_ALL = Retention()
 
 
-def save(root: Path, iteration: int, retain: Retention = KEEP_ALL, value: float | None = None) -> Path:
+def save(
+    root: Path,
+    iteration: int,
+    retain: Retention = KEEP_ALL,
+    value: float | None = None,
+    state: dict[str, Any] | None = None,
+) -> Path:
     """A checkpoint whose one tensor holds its iteration (or `value`)."""
     tensor = torch.full((100,), float(iteration) if value is None else value)
     return save_checkpoint(
@@ -28,7 +35,7 @@ def save(root: Path, iteration: int, retain: Retention = KEEP_ALL, value: float 
         mesh=ONE,
         pieces=pieces_of([("model.w", tensor, SPEC)]),
         config=RunConfig(),
-        training_state={"iteration": iteration},
+        training_state=state or {"iteration": iteration},
         retain=retain,
     )
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megalite.checkpoint.checkpoint import load_checkpoint, read_checkpoint_config, read_training_state
 from megalite.checkpoint.errors import CheckpointError, agree, attempt, on_first_rank
-from megalite.checkpoint.metadata import read_index
+from megalite.checkpoint.index import INDEX_FILE, read_index
 from megalite.checkpoint.planner import owned_chunks
 from megalite.config.errors import FlagError
 from megalite.config.schema import RunConfig
@@ -22,6 +22,7 @@ from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.param_spec import ParamSpec, Place, replicated
 from megalite.distributed.pool import ProcessPool
 from tests.checkpoint import logical
+from tests.e2e.runs import checkpoint_tensors
 from tests.helpers import NamedTensor, pieces_of
 
 ONE = single_process_mesh()
@@ -54,13 +55,11 @@ def test_any_layout_reads_what_another_wrote(layout: Layout, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=4, pp=2)], ids=name_of)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_own_loader_reads_the_logical_tensors(layout: Layout, tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_the_logical_tensors(layout: Layout, tmp_path: Path) -> None:
     logical.save_simulated(layout, tmp_path / "shards")
-    wanted = {key: torch.zeros(shape, dtype=logical.dtype_of(key)) for key, shape in logical.logical_shapes().items()}
-    dcp.load(wanted, checkpoint_id=tmp_path / "shards", no_dist=True)
-    for key, tensor in wanted.items():
-        assert torch.equal(tensor, logical.truth(key, tuple(tensor.shape), tensor.dtype)), key
+    for key, tensor in checkpoint_tensors(tmp_path / "shards").items():
+        assert tuple(tensor.shape) == logical.logical_shapes()[key]
+        assert torch.equal(tensor, logical.truth(key, tuple(tensor.shape), logical.dtype_of(key))), key
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=3), Layout(tp=2, dp=2, cp=2)], ids=name_of)
@@ -116,16 +115,18 @@ def test_configuration_and_training_state_come_back_equal(tmp_path: Path) -> Non
     assert read_training_state(path) == state
 
 
-def test_loading_unpickles_nothing_but_the_index(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_unpickles_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("torch.load was called")
+        raise AssertionError("something was unpickled")
 
     monkeypatch.setattr(torch, "load", refuse)
+    monkeypatch.setattr(pickle, "loads", refuse)
+    monkeypatch.setattr(pickle, "Unpickler", refuse)
     logical.assert_true(logical.load(ONE, saved))
 
 
 def test_the_index_names_no_place_of_the_machine_that_wrote_it(saved: Path) -> None:
-    assert str(saved.parent.parent).encode() not in (saved / ".metadata").read_bytes()
+    assert str(saved.parent.parent).encode() not in (saved / INDEX_FILE).read_bytes()
 
 
 def test_dtypes_are_converted_to_the_readers(saved: Path) -> None:
@@ -252,7 +253,7 @@ def test_all_ranks_raise_what_one_rank_misses(saved: Path, pool: ProcessPool) ->
 def test_a_rank_that_owns_little_makes_no_empty_file(tmp_path: Path, pool: ProcessPool) -> None:
     pool.run(_save_one, 4, tmp_path, layout=Layout(dp=4))
     path = tmp_path / "iter_0000001"
-    files = [file.name for file in path.glob("*.distcp")]
+    files = [file.name for file in path.glob("*.safetensors")]
     assert len(files) == 1
     assert list(read_index(path).files) == files
 

@@ -17,7 +17,7 @@ from tests.inference.checkpoints import save_tiny
 
 def without_data(source: CheckpointDirectory) -> CheckpointDirectory:
     """Its data files hold nothing any more, at their old size: who reads one finds out."""
-    for file in source.path.glob("*.distcp"):
+    for file in source.path.glob("*.safetensors"):
         size = file.stat().st_size
         file.write_bytes(b"")
         with file.open("r+b") as opened:
@@ -38,7 +38,7 @@ def test_every_parameter_is_told_and_no_tensor_read(tmp_path: Path) -> None:
     assert facts["optimizer_state"] == {"exp_avg": state, "exp_avg_sq": state, "main": state}
     folder = tmp_path / "iter_0000007"
     assert facts["bytes_on_disk"] == sum(file.stat().st_size for file in folder.iterdir())
-    assert facts["data_files"] == len(list(folder.glob("*.distcp")))
+    assert facts["data_files"] == len(list(folder.glob("*.safetensors")))
     assert facts["iteration"] == 7
 
 

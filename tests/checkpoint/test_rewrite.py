@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalite.checkpoint import rewrite, storage
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.metadata import read_index
+from megalite.checkpoint.index import read_index
 from megalite.checkpoint.rewrite import reshard, write_single_file
 from megalite.checkpoint.storage import CheckpointDirectory
 from megalite.config.errors import FlagError, UserError
@@ -38,7 +38,7 @@ def saved(root: Path, layout: Layout = WIDE) -> CheckpointDirectory:
 
 def damage(source: CheckpointDirectory) -> Path:
     """Spoil a stretch of a data file; the file."""
-    data = next(source.path.glob("*.distcp"))
+    data = next(source.path.glob("*.safetensors"))
     content = data.read_bytes()
     half = len(content) // 2
     data.write_bytes(content[:half] + bytes(byte ^ 1 for byte in content[half:]))
@@ -54,7 +54,7 @@ def test_every_bit_is_the_same_in_any_number_of_files(files: int, tmp_path: Path
     index = read_index(target)
     assert all(len(chunks) == 1 for chunks in index.chunks.values())
     assert index.tensors == read_index(source).tensors
-    assert len(index.files) == len(list(target.path.glob("*.distcp"))) == min(files, len(index.chunks))
+    assert len(index.files) == len(list(target.path.glob("*.safetensors"))) == min(files, len(index.chunks))
     for layout in (Layout(), WIDE):
         logical.check_simulated(layout, target.path)
     for name in storage.DOCUMENTS:

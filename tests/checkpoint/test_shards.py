@@ -6,12 +6,16 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from megalite.checkpoint import shards
 from megalite.checkpoint.checkpoint import load_checkpoint
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.index import read_index
+from megalite.checkpoint.planner import plan_reads
 from megalite.checkpoint.storage import TRACKER
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
@@ -46,21 +50,21 @@ def file_size_limit(size: int) -> Iterator[None]:
 
 
 def test_a_deleted_shard_is_named(saved: Path) -> None:
-    victim = sorted(saved.glob("*.distcp"))[1]
+    victim = sorted(saved.glob("*.safetensors"))[1]
     victim.unlink()
     assert message_of_load(saved) == f"{victim}: No such file or directory"
 
 
 @pytest.mark.parametrize("length", [0, 1, 1000, -1])
 def test_a_truncated_shard_is_named(length: int, saved: Path) -> None:
-    victim = sorted(saved.glob("*.distcp"))[0]
+    victim = sorted(saved.glob("*.safetensors"))[0]
     victim.write_bytes(victim.read_bytes()[:length])
     assert message_of_load(saved).startswith(f"{victim} is truncated: ")
 
 
 def test_a_flipped_bit_anywhere_in_the_tensors_is_found(saved: Path) -> None:
     needle = logical.truth("optimizer.main.layers.2.fc2.weight", (6, 8), torch.float32).numpy().tobytes()
-    places = [path for path in saved.glob("*.distcp") if needle in path.read_bytes()]
+    places = [path for path in saved.glob("*.safetensors") if needle in path.read_bytes()]
     assert len(places) == 1
     victim, good = places[0], places[0].read_bytes()
     start = good.index(needle)
@@ -72,12 +76,12 @@ def test_a_flipped_bit_anywhere_in_the_tensors_is_found(saved: Path) -> None:
 
 
 def test_garbage_of_the_right_size_is_named(saved: Path) -> None:
-    victim = sorted(saved.glob("*.distcp"))[0]
+    victim = sorted(saved.glob("*.safetensors"))[0]
     victim.write_bytes(b"\x55" * victim.stat().st_size)
     assert message_of_load(saved).startswith(f"{victim}: ")
 
 
-@pytest.mark.parametrize("limit", [0, 100, 2000, 8000, 20_000])
+@pytest.mark.parametrize("limit", [0, 100, 2000, 8000, 12_000])
 def test_a_full_disk_fails_the_save_and_leaves_all_as_it_was(limit: int, tmp_path: Path) -> None:
     root = tmp_path / "run"
     logical.save(ONE, root, 1)
@@ -115,7 +119,7 @@ def test_one_ranks_full_disk_is_every_ranks_same_error(tmp_path: Path, pool: Pro
     messages = pool.run(_save_with_one_full_disk, 4, tmp_path, layout=Layout(tp=4))
     assert len(set(messages)) == 1
     assert "rank 2: " in messages[0]
-    assert "iter_0000002.tmp/__2_0.distcp: File too large" in messages[0]
+    assert "iter_0000002.tmp/rank00002_0.safetensors: File too large" in messages[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", TRACKER]
     assert (tmp_path / TRACKER).read_text() == "1"
     tensor = torch.zeros(4, 25_000)
@@ -133,7 +137,7 @@ def _load_damaged(mesh: Mesh, directory: Path) -> str:
 def test_one_ranks_damaged_shard_is_every_ranks_same_error(tmp_path: Path, pool: ProcessPool) -> None:
     pool.run(_save_large, 4, tmp_path, layout=Layout(tp=4))
     path = tmp_path / "iter_0000001"
-    victim = path / "__3_0.distcp"
+    victim = path / "rank00003_0.safetensors"
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
@@ -144,3 +148,21 @@ def test_one_ranks_damaged_shard_is_every_ranks_same_error(tmp_path: Path, pool:
 
 def _save_large(mesh: Mesh, root: Path) -> None:
     logical.save(mesh, root, 1, _large(mesh))
+
+
+def _read_together(mesh: Mesh, directory: Path) -> int:
+    """Load in many turns; how many bytes this rank read."""
+    tensors = logical.empty(mesh.layout, mesh.rank)
+    reads = plan_reads(pieces_of(tensors), read_index(directory)).reads
+    with mock.patch.object(shards, "ROUND", 300):
+        count = shards.read_shards_together(directory, reads, mesh)
+    logical.assert_true(tensors)
+    return count
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2), Layout(tp=4), Layout(pp=2, dp=2)], ids=str)
+def test_every_byte_is_read_from_the_disk_by_one_rank(layout: Layout, saved: Path, pool: ProcessPool) -> None:
+    counts = pool.run(_read_together, 4, saved, layout=layout)
+    index = read_index(saved)
+    assert sum(counts) == sum(chunk.nbytes for chunks in index.chunks.values() for chunk in chunks)
+    assert max(counts) < 0.35 * sum(counts)

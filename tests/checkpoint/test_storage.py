@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import zlib
@@ -56,17 +57,17 @@ def test_a_folder_of_another_kind_is_named_with_the_flag_that_takes_it(
 
 
 def shard(root: Path, iteration: int) -> Path:
-    return next((root / f"iter_{iteration:07d}").glob("*.distcp"))
+    return next((root / f"iter_{iteration:07d}").glob("*.safetensors"))
 
 
 def test_a_run_folder_holds_what_megatron_users_expect(root: Path) -> None:
     assert names(root) == ["iter_0000010", "iter_0000020", "latest_checkpointed_iteration.txt"]
     assert (root / TRACKER).read_text() == "20"
     assert names(root / "iter_0000020") == [
-        ".metadata",
-        "__0_0.distcp",
         "checksums.json",
         "config.json",
+        "index.json",
+        "rank00000_0.safetensors",
         "training_state.json",
     ]
 
@@ -114,7 +115,7 @@ def damage(root: Path, how: str) -> None:
         (path / how).unlink()
 
 
-DAMAGES = ["shard", "truncated shard", "folder", ".metadata", "config.json", "training_state.json", "config.json cut"]
+DAMAGES = ["shard", "truncated shard", "folder", "index.json", "config.json", "training_state.json", "config.json cut"]
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -133,7 +134,7 @@ def test_an_incomplete_newest_checkpoint_is_passed_over_and_named_or_refused_whe
 def test_a_run_without_any_complete_checkpoint_is_refused_rather_than_started_afresh(root: Path) -> None:
     damage(root, "truncated shard")
     shutil.rmtree(root / "iter_0000010")
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint: .*\.distcp is truncated"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint: .*\.safetensors is truncated"):
         find_checkpoint(root)
 
 
@@ -211,6 +212,24 @@ def test_retention_keeps_the_last_and_the_multiples(retain: Retention, kept: lis
     assert names(tmp_path) == [*(f"iter_{n:07d}" for n in kept), TRACKER]
 
 
+@pytest.mark.parametrize(
+    ("retain", "kept"),
+    [
+        (Retention(keep_best=1), [3, 6]),
+        (Retention(keep_best=2), [1, 3, 6]),
+        (Retention(keep_best=2, keep_last=2), [1, 3, 5, 6]),
+        (Retention(keep_best=1, interval=4), [3, 4, 6]),
+    ],
+    ids=str,
+)
+def test_the_best_by_validation_loss_stay_beside_the_newest(retain: Retention, kept: list[int], tmp_path: Path) -> None:
+    losses = {1: 2.0, 2: 3.0, 3: 1.0, 4: math.nan, 5: None, 6: 4.0}
+    for iteration, loss in losses.items():
+        state = {"training": {"iteration": iteration, "valid_loss": loss}}
+        save(tmp_path, iteration, retain, state=state)
+    assert names(tmp_path) == [*(f"iter_{n:07d}" for n in kept), TRACKER]
+
+
 def test_an_interval_deletes_only_the_one_before(root: Path) -> None:
     save(root, 30, Retention(interval=1000))
     assert names(root) == ["iter_0000010", "iter_0000030", TRACKER]
@@ -232,7 +251,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_only_a_warning(root: Path, monke
         storage.retire(root, 20, 10, Retention(keep_last=1))
 
 
-@pytest.mark.parametrize("name", [".metadata", "config.json", "training_state.json", CHECKSUMS])
+@pytest.mark.parametrize("name", ["index.json", "config.json", "training_state.json", CHECKSUMS])
 def test_a_flipped_bit_in_a_small_file_is_found_wherever_it_is(name: str, root: Path) -> None:
     path = root / "iter_0000020" / name
     good = path.read_bytes()
@@ -248,7 +267,7 @@ def test_small_files_have_the_sums_that_zlib_finds_and_data_files_none(root: Pat
     folder = root / "iter_0000020"
     stored = json.loads((folder / CHECKSUMS).read_text())["files"]
     assert stored == {
-        name: f"{zlib.crc32((folder / name).read_bytes()):08x}" for name in (".metadata", *storage.DOCUMENTS)
+        name: f"{zlib.crc32((folder / name).read_bytes()):08x}" for name in (*storage.DOCUMENTS, "index.json")
     }
 
 

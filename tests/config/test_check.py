@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.check import check, not_built, without_effect
+from megalite.config.check import check, without_effect
 from megalite.config.fields import all_fields, section_names
 from megalite.config.flags import parse_flags
 from megalite.config.schema import RunConfig
@@ -28,7 +28,6 @@ def given(words: str, *, without: str = "") -> RunConfig:
 def test_the_small_run_has_no_problems() -> None:
     for world_size in (1, 2, 4):
         assert check(given(""), world_size) == []
-    assert not_built(given("")) == []
     assert without_effect(given("")) == []
 
 
@@ -155,20 +154,6 @@ def test_a_value_that_no_flag_would_let_in_is_refused_too() -> None:
     config = given("")
     config.optimizer.optimizer = "muon"
     assert check(config, 1) == ["--optimizer muon: not one of adam, sgd"]
-
-
-def test_every_planned_feature_is_refused_by_name_until_it_is_built() -> None:
-    sample = {int: 7, float: 0.5, str: "text", bool: True}
-    for path, field in all_fields().items():
-        if field.planned is None:
-            continue
-        config = RunConfig()
-        others = [choice for choice in field.choices or () if choice != field.default]
-        value = others[-1] if others else sample[field.kind]
-        section, name = path.split(".")
-        setattr(getattr(config, section), name, [value] if field.is_list else value)
-        (line,) = not_built(config)
-        assert line == f"{field.show([value] if field.is_list else value)}: {field.planned} is not built yet"
 
 
 def test_a_setting_that_does_nothing_beside_the_others_is_said() -> None:

@@ -64,7 +64,7 @@ def test_a_damaged_checkpoint_or_one_of_another_network_is_refused_and_left_as_i
     before = listing(tmp_path)
     refused(f"{flags} --num-layers 3", str(checkpoint(tmp_path, 1)), "layers.2.", "--num-layers 2", processes=2)
     assert listing(tmp_path) == before
-    (shard, *_) = checkpoint(tmp_path, 1).glob("*.distcp")
+    (shard, *_) = checkpoint(tmp_path, 1).glob("*.safetensors")
     shard.write_bytes(b"")
     before = listing(tmp_path)
     refused(flags, str(shard), "truncated", processes=2)

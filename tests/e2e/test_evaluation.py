@@ -83,6 +83,7 @@ def test_without_evaluation_data_training_goes_through(tmp_path: Path) -> None:
     assert len(written(tmp_path / "m.jsonl")) == 2
 
 
+@pytest.mark.slow
 def test_full_validation_counts_every_sample_once(tmp_path: Path) -> None:
     """7 and 5 samples in microbatches of 2 on 3 ranks, and on two pipelines, where shares are uneven and the last
     microbatch is small; the truth: one evaluation of exactly 7, one by one."""

@@ -80,11 +80,12 @@ def test_under_torchrun_a_flag_mistake_is_told_once() -> None:
 # ------------------------------------------------------------------------------------------------- one rank's failure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
         pytest.param("forward:1:3", "forward failed on purpose", id="forward"),
-        pytest.param("kill:1:3", None, id="killed", marks=pytest.mark.slow),
+        pytest.param("kill:1:3", None, id="killed"),
     ],
 )
 def test_under_torchrun_the_failure_of_one_rank_ends_all(fault: str, message: str | None, tmp_path: Path) -> None:
@@ -104,9 +105,15 @@ def test_under_torchrun_the_failure_of_one_rank_ends_all(fault: str, message: st
 @pytest.mark.parametrize(
     ("flags", "failing", "fault"),
     [
-        pytest.param("--num-workers 1", 1, "data:1:3", id="data"),
+        pytest.param("--num-workers 1", 1, "data:1:3", id="data", marks=pytest.mark.slow),
         pytest.param("--tensor-model-parallel-size 2", 1, "forward:1:3", id="TP 2"),
-        pytest.param("--pipeline-model-parallel-size 2", 0, "backward:0:3", id="first stage, whose messages end"),
+        pytest.param(
+            "--pipeline-model-parallel-size 2",
+            0,
+            "backward:0:3",
+            id="first stage, whose messages end",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("--pipeline-model-parallel-size 2", 1, "forward:1:3", id="last stage, whose messages end"),
     ],
 )
@@ -125,7 +132,7 @@ def test_a_killed_rank_ends_the_other_without_torchrun_too() -> None:
     assert "rank 0: stopped, because another rank failed" in outcome.err
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_waits_where_no_connection_shows_a_death_ends_too(dead: int) -> None:
     """As under NCCL, whose kernels wait on the device."""
     fault = f"kill:{dead}:2,sleep:{1 - dead}:2"
@@ -134,7 +141,7 @@ def test_a_rank_that_waits_where_no_connection_shows_a_death_ends_too(dead: int)
     assert outcome.err.strip() == f"rank {1 - dead}: stopped, because another rank failed (rank {dead} ended)"
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_dies_while_starting_ends_the_other_with_one_message(dead: int) -> None:
     outcome = run(MICRO, 2, fault=f"starting:{dead}:0", timeout=WITHIN, check=False)
     assert outcome.codes[1 - dead] == 1 and outcome.codes[dead] == -9

@@ -270,6 +270,7 @@ def test_flags_that_contradict_the_base_model_are_refused(base: Path, answers: s
     assert "config.json" in refusal(f"--load-hf {tmp_path} --sft-data {answers} {CUT}")
 
 
+@pytest.mark.slow
 def test_a_missing_shard_and_a_broken_line_are_told_once(base: Path, tmp_path: Path) -> None:
     lines = [json.dumps(pair) for pair in pairs(12)]
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megalite.inference.load import load_for_generation
 from megalite.inference.options import GenerationOptions
 from tests.e2e.runs import MICRO, TOLERANCE, run, steps
@@ -21,6 +23,7 @@ FOUR_RANKS = (
 )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_any_layout_and_reports_each_depth(tmp_path: Path) -> None:
     def go(name: str, flags: str, processes: int = 1) -> str:
         folder = tmp_path / name

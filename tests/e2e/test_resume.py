@@ -73,6 +73,19 @@ def copy(folder: Path, target: Path, *, last: int) -> Path:
     return target
 
 
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_saves_in_the_background_hold_what_saves_that_are_waited_for_hold(processes: int, tmp_path: Path) -> None:
+    flags = "--bf16 --train-iters 4 --save-interval 1 --eval-interval 3 --eval-iters 1"
+    metrics = {
+        name: go(f"{flags} {more}", tmp_path / name, processes=processes)
+        for name, more in (("waiting", ""), ("background", "--async-save"))
+    }
+    assert written(metrics["background"], *ALL_FIELDS) == written(metrics["waiting"], *ALL_FIELDS)
+    for iteration in range(1, 5):
+        assert_same_checkpoint(*(checkpoint(tmp_path / name, iteration) for name in metrics))
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_from_resharded_files_as_from_its_own(tmp_path: Path) -> None:
     flags = "--bf16 --use-distributed-optimizer --train-iters 2"
     go(f"{flags} --exit-interval 1", tmp_path / "run", processes=2)
@@ -80,7 +93,7 @@ def test_a_run_goes_on_from_resharded_files_as_from_its_own(tmp_path: Path) -> N
     assert found is not None
     new = reshard(found, tmp_path / "new")
     assert_same_checkpoint(new, found.path)
-    assert len(list(new.glob("*.distcp"))) == 1 < len(list(found.path.glob("*.distcp")))
+    assert len(list(new.glob("*.safetensors"))) == 1 < len(list(found.path.glob("*.safetensors")))
     own = go(flags, tmp_path / "run", processes=2)
     resharded = go(flags, tmp_path / "new", processes=2)
     assert written(own, *ALL_FIELDS)[-1:] == written(resharded, *ALL_FIELDS)
@@ -108,6 +121,7 @@ def test_a_run_goes_on_from_resharded_files_as_from_its_own(tmp_path: Path) -> N
             "--eval-interval 2 --eval-iters 1",
             2,
             id="FP8, stored and gathered",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "--num-workers 2 --lr-decay-style cosine --min-lr 1e-5 --lr-warmup-iters 2 --rampup-batch-size 2 2 8 "
@@ -159,7 +173,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(2, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 2), (2, 4)))]
+)
 def test_a_run_goes_on_at_another_data_parallel_size(
     first: int, second: int, one_process: Path, tmp_path: Path
 ) -> None:
@@ -173,6 +189,7 @@ def test_a_run_goes_on_at_another_data_parallel_size(
     assert training_state(checkpoint(one_process, 4)) == training_state(checkpoint(tmp_path, 4))
 
 
+@pytest.mark.slow
 def test_fp8_histories_and_weights_stored_in_fp8_fit_any_layout_and_do_not_grow(tmp_path: Path) -> None:
     flags = f"{FOR_ANY_RANKS} --fp8-format hybrid --fp8-amax-history-len 3"
     whole = go(f"{flags} --save-interval 1", tmp_path / "whole")
@@ -189,6 +206,7 @@ def test_fp8_histories_and_weights_stored_in_fp8_fit_any_layout_and_do_not_grow(
     assert sizes[0] == sizes[1] and sum("fp8_amax" in name for name in sizes[0]) == 2 * 4  # layers, linear layers
 
 
+@pytest.mark.slow
 def test_a_history_that_starts_anew_is_told_of_all_pipeline_ranks(tmp_path: Path) -> None:
     flags = f"{MICRO} --bf16 --save {tmp_path} --load {tmp_path} --fp8-format hybrid --fp8-amax-compute-algo max"
     run(f"{flags} --train-iters 1")
@@ -242,7 +260,7 @@ def test_evaluation_logging_and_saving_change_nothing(six_steps: Path, tmp_path:
 
 def test_a_broken_newest_checkpoint_falls_back_to_the_one_before_and_says_so(six_steps: Path, tmp_path: Path) -> None:
     folder = copy(six_steps, tmp_path / "run", last=6)
-    for file in checkpoint(folder, 6).glob("*.distcp"):
+    for file in checkpoint(folder, 6).glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:100])
     outcome = run(f"{MICRO} --train-iters 6 --load {folder} --metrics-file {folder}/m.jsonl")
     assert written(folder / "m.jsonl") == written(six_steps / "m.jsonl")

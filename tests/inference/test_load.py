@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megalite.checkpoint.huggingface.load import huggingface_to_megalite
+from megalite.checkpoint.index import INDEX_FILE
 from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import PrecisionConfig, TokenizerConfig
 from megalite.inference.load import load_for_generation, load_huggingface_for_generation
@@ -56,7 +57,7 @@ def test_the_newest_checkpoint_or_the_one_asked_for_is_loaded(tmp_path: Path) ->
     for step, iteration in ((None, 10), (5, 5), (10, 10)):
         loaded = load_for_generation(str(tmp_path), step=step, given=given)
         assert torch.equal(loaded.model.output_weight, models[iteration].output_weight)
-    (tmp_path / "iter_0000010" / ".metadata").unlink()  # damaged: passed over
+    (tmp_path / "iter_0000010" / INDEX_FILE).unlink()  # damaged: passed over
     loaded = load_for_generation(str(tmp_path), given=given)
     assert torch.equal(loaded.model.output_weight, models[5].output_weight)
     assert "iter_0000005" in loaded.notes[0]

@@ -22,13 +22,16 @@ def pass_on(
     steps: int = 0,
     bf16: bool = True,
     states: str | None = None,
+    background: bool = False,
+    batch: int = 12,
 ) -> Outcome:
-    """Load what there is, train, save. `states`: a key of LEAN."""
+    """Load what there is, train, save. `states`: a key of LEAN. `background`: write while the run goes on."""
     config = variant.apply(network(FOUR_LAYERS))
     config.precision.fp64, config.precision.bf16 = False, bf16
     if states is not None:
         make_lean(config, states)
-    config.training.global_batch_size = 12
+    config.training.global_batch_size = batch
+    config.checkpoint.async_save = background
     config.checkpoint.load, config.checkpoint.save = (None if load is None else str(load)), str(save)
     return run_zero(pool, config, variant.processes, steps)[0]
 
@@ -77,11 +80,30 @@ def test_tp_2_dp_2_and_stages_to_one_process_and_back(pool: ProcessPool, tmp_pat
     assert_equal(pass_on(pool, wide, load=tmp_path / "1", save=tmp_path / "2"), truth)
 
 
+CHAIN = [
+    Variant(tp=2, pp=2, dp=2, schedule="1f1b", sharding="optim"),
+    Variant(),
+    Variant(tp=4, dp=2, sharding="optim_grads_params"),
+    Variant(pp=2, chunks=2, dp=4, schedule="interleaved", sharding="optim_grads"),
+    Variant(tp=2, pp=2, dp=2, schedule="1f1b", sharding="optim"),
+]
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("background", [False, True])
+def test_eight_ranks_of_every_kind_read_each_others(pool: ProcessPool, tmp_path: Path, background: bool) -> None:
+    truth = pass_on(pool, CHAIN[0], load=None, save=tmp_path / "0", steps=1, background=background, batch=8)
+    for number, variant in enumerate(CHAIN[1:]):
+        load, save = tmp_path / str(number), tmp_path / str(number + 1)
+        assert_equal(pass_on(pool, variant, load=load, save=save, background=background, batch=8), truth)
+
+
 lean_states = pytest.mark.parametrize(
     "states", [*(pytest.param(name, marks=pytest.mark.full_matrix) for name in LEAN if name != "fp8"), "fp8"]
 )
 
 
+@pytest.mark.slow
 @lean_states
 def test_lean_states_survive_and_a_resumed_run_is_the_same_bit_by_bit(
     pool: ProcessPool, tmp_path: Path, states: str

@@ -142,17 +142,34 @@ def test_a_save_that_fails_leaves_the_last_good_adapter(
     ]
 
 
+@pytest.mark.parametrize("background", [False, True])
 def test_the_adapter_is_there_although_the_checkpoint_could_not_be_saved(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    background: bool, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
         raise CheckpointError("No space left on device")
 
-    monkeypatch.setattr("megalite.training.resume.save_checkpoint", full)
+    monkeypatch.setattr("megalite.checkpoint.saver.write_and_commit", full)
     config = adapter_config("lora", pretrained_checkpoint=str(folders / "model"), save_adapter=str(tmp_path / "lora"))
+    config.checkpoint.async_save = background
     with pytest.raises(CheckpointError, match="No space left"):
         start(config, save=tmp_path / "run")
     assert {path.name for path in (tmp_path / "lora").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def test_an_adapter_that_is_written_in_the_background_holds_its_own_step(tmp_path: Path) -> None:
+    found = []
+    for background in (False, True):
+        config = adapter_config("lora", save_adapter=str(tmp_path / str(background)))
+        config.checkpoint.async_save, config.checkpoint.save = background, str(tmp_path / f"run{background}")
+        run = build(config)
+        run.trainer.step()
+        run.save()
+        run.trainer.step()
+        run.close()
+        found.append(read_adapter(config.peft.save_adapter or "").tensors)
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_a_best_adapter_that_cannot_be_saved_names_its_own_flag(
@@ -188,7 +205,9 @@ def test_the_best_loss_of_an_earlier_run_counts_only_where_its_adapter_is(tmp_pa
     said: list[str] = []
     plan = SimpleNamespace(peft=PeftConfig(save_best_adapter=str(tmp_path)))
     optimizer = SimpleNamespace(mesh=single_process_mesh())
-    saver = AdapterSaver(cast(Any, plan), cast(Any, optimizer), None, classes=None, beside={}, say=said.append)
+    saver = AdapterSaver(
+        cast(Any, plan), cast(Any, optimizer), None, classes=None, beside={}, saver=cast(Any, None), say=said.append
+    )
     assert saver.standing_best(4.7) is None
     assert f"--save-best-adapter {tmp_path} holds no adapter" in said[0]
     (tmp_path / "adapter_config.json").write_text("{}")

@@ -77,7 +77,7 @@ def test_one_file_and_other_files_hold_the_same_tensors(
     model = save_tiny(tmp_path / "run")
     assert tool.main(["reshard", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "new"), "--files", "4"]) == 0
     assert f"{tmp_path}/run/iter_0000010 = {tmp_path}/new/iter_0000010" in capsys.readouterr().out
-    assert len(list((tmp_path / "new" / "iter_0000010").glob("*.distcp"))) == 4
+    assert len(list((tmp_path / "new" / "iter_0000010").glob("*.safetensors"))) == 4
     for name, words in (("weights", []), ("all", ["--optimizer"])):
         out = tmp_path / f"{name}.safetensors"
         assert tool.main(["to-torch", "--load", str(tmp_path / "new"), "--out", str(out), *words]) == 0

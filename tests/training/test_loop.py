@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from megalite.training.metrics import StepRecord
 from megalite.training.prepare import Prepared, prepare_config
 from megalite.training.run import build_run
 from megalite.training.trainer import NonFiniteError, summed_over_ranks
-from tests.e2e.runs import checkpoint, checkpoint_tensors, training_state
+from tests.e2e.runs import checkpoint, checkpoint_tensors, evaluations, newest, training_state
 from tests.peft.runs import adapter_config, build
 
 
@@ -59,12 +60,33 @@ def test_a_run_that_only_skips_steps_deletes_no_good_checkpoint_and_leaves_the_a
     assert (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == kept
 
 
+def test_a_run_that_stops_at_a_bad_step_finishes_the_save_under_way(tmp_path: Path) -> None:
+    run = build(adapter_config("none", save=str(tmp_path), save_interval=2, async_save=True, train_iters=9))
+    step, submit = run.trainer._forward_backward, run.saver.submit
+    bad = lambda *args: step(*args) * (math.nan if run.state.iteration == 2 else 1.0)  # noqa: E731
+    run.trainer._forward_backward = bad  # type: ignore[method-assign]
+    run.saver.submit = lambda job, done: submit(lambda group: (time.sleep(0.3), job(group)), done)  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteError):
+        Loop(run).run()
+    assert newest(tmp_path) == 2
+
+
 def test_the_last_checkpoint_holds_the_best_loss_of_the_last_evaluation(tmp_path: Path) -> None:
     best = {"save_best_adapter": str(tmp_path / "best"), "eval_iters": 1, "eval_interval": 100, "train_iters": 2}
     finish(prepared("lora", **places(tmp_path / "run") | best))
     state = training_state(checkpoint(tmp_path / "run", 2))["training"]
     assert math.isfinite(state["best_valid_loss"])
     assert state["consumed_valid_samples"] == 0  # a run that goes on reads as if it hadn't ended here
+
+
+def test_the_checkpoint_of_the_lowest_validation_loss_stays(tmp_path: Path) -> None:
+    keeping = {"save": str(tmp_path), "save_interval": 1, "keep_best": 1, "eval_iters": 1, "eval_interval": 1}
+    # Steps so large that the loss doesn't simply fall.
+    finish(prepared(train_iters=5, lr=3.0, metrics_file=str(tmp_path / "m.jsonl"), **keeping))
+    losses = [line["lm_loss"] for line in evaluations(tmp_path / "m.jsonl") if line["split"] == "valid"]
+    best = losses.index(min(losses)) + 1
+    assert len(losses) == 5 and {best, 5} == {n for n in range(1, 6) if checkpoint(tmp_path, n).exists()}
+    assert training_state(checkpoint(tmp_path, best))["training"]["valid_loss"] == min(losses)
 
 
 class Deaf(NullTokenizer):

@@ -22,7 +22,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import HEAD
 from megalite.checkpoint.huggingface.load import BuildModel
 from megalite.checkpoint.huggingface.weights import EMBEDDING
-from megalite.checkpoint.metadata import stored_tensors
+from megalite.checkpoint.index import stored_tensors
 from megalite.checkpoint.storage import CONFIG_FILE, read_json
 from megalite.config.schema import ModelConfig, PrecisionConfig
 from megalite.distributed.mesh import single_process_mesh

@@ -23,7 +23,7 @@ from megalite.checkpoint.huggingface.classes import (
     with_number_format,
 )
 from megalite.checkpoint.huggingface.config import describe_network
-from megalite.checkpoint.huggingface.files import SINGLE_FILE, Entry, check_absent, new_model_folder, write_weights
+from megalite.checkpoint.huggingface.files import SINGLE_FILE, check_absent, new_model_folder, write_weights
 from megalite.checkpoint.huggingface.parts import Part
 from megalite.checkpoint.huggingface.travel import (
     GENERATION_FILE,
@@ -36,9 +36,11 @@ from megalite.checkpoint.huggingface.travel import (
     write_small_files,
 )
 from megalite.checkpoint.huggingface.weights import EMBEDDING, MULTI_TOKEN
-from megalite.checkpoint.metadata import Index, TensorInfo, check_files, read_index
+from megalite.checkpoint.index import check_files, read_index
 from megalite.checkpoint.rewrite import read_logical
 from megalite.checkpoint.storage import CONFIG_FILE, CheckpointDirectory
+from megalite.checkpoint.stored import Index, TensorInfo
+from megalite.checkpoint.tensor_file import Entry
 from megalite.config.schema import RunConfig
 from megalite.config.schema_finetune import unnamed_classes
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,26 +19,12 @@ from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError, naming
 from megalite.checkpoint.storage import read_json
+from megalite.checkpoint.tensor_file import DTYPES, Entry, write_safetensors
 from megalite.distributed.param_spec import Shape
 from megalite.files import atomic, lfs
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_FORMATS = {dtype: name for name, dtype in _DTYPES.items()}
-_ALIGNMENT = 8  # bytes that the header's length is a multiple of, as the format asks
 
 
 class Stored(NamedTuple):
@@ -121,46 +106,9 @@ class TensorFiles(ExitStack):
                 if name in self.file_of:
                     raise CheckpointError(f"{path} holds {name}, and so does {self.file_of[name]}")
                 view = opened.get_slice(name)
-                self.stored[name] = Stored(tuple(view.get_shape()), _DTYPES.get(view.get_dtype()))
+                self.stored[name] = Stored(tuple(view.get_shape()), DTYPES.get(view.get_dtype()))
                 self.file_of[name] = file
         self._files[file] = opened
-
-
-class Entry(NamedTuple):
-    """A tensor to write: `read` gives it when its turn comes."""
-
-    name: str
-    shape: Shape
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def write_safetensors(stream: BinaryIO, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
-    """A `.safetensors` file (https://huggingface.co/docs/safetensors), with one of `entries` in memory at a time.
-
-    It is a header of names, formats and places, then the bytes: the header is known beforehand. The library's own
-    writer wants all tensors at once. Wide formats come first, so that every tensor lies at a multiple of its format's
-    size. A `CheckpointError` for a number format that such a file can't hold.
-    """
-    entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    begin = 0
-    for entry in entries:
-        if entry.dtype not in _FORMATS:
-            raise CheckpointError(f"{entry.name} is of {entry.dtype}, which a .safetensors file can't hold")
-        end = begin + entry.nbytes
-        header[entry.name] = {"dtype": _FORMATS[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    stream.write(len(text).to_bytes(8, "little") + text)
-    for entry in entries:
-        # In one statement: a name would keep the last tensor while the next is read.
-        stream.write(entry.read().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def write_weights(folder: Path, files: Mapping[str, Sequence[Entry]]) -> None:

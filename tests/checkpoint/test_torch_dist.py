@@ -1,9 +1,14 @@
-"""The index: nothing in it runs, and whatever is wrong with it is an error that names the file."""
+"""Checkpoints of older versions, in torch.distributed.checkpoint's format: they load bit for bit; nothing in their
+index runs, and whatever is wrong with it is an error that names the file.
+
+`dcp/` holds one that such a version wrote, of a few tensors of `logical` as two tensor-parallel ranks have them.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +19,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megalite.checkpoint.checkpoint import load_checkpoint
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.metadata import INDEX_FILE, read_index
+from megalite.checkpoint.index import read_index, stored_tensors
+from megalite.checkpoint.rewrite import reshard
 from megalite.checkpoint.storage import CHECKSUMS, find_checkpoint
+from megalite.checkpoint.torch_dist import INDEX_FILE
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import single_process_mesh
 from tests.checkpoint import logical
@@ -24,9 +31,37 @@ from tests.helpers import pieces_of
 ONE = single_process_mesh()
 
 
+OLD = Path(__file__).parent / "dcp"
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    return logical.save(ONE, tmp_path / "run", 100)
+    return Path(shutil.copytree(OLD, tmp_path / "run")) / "iter_0000007"
+
+
+def load(saved: Path) -> None:
+    keys = stored_tensors(saved).keys()
+    tensors = [item for item in logical.empty(Layout(), 0) if item[0] in keys]
+    assert len(tensors) == len(keys) == 4
+    load_checkpoint(saved, mesh=ONE, pieces=pieces_of(tensors))
+    logical.assert_true(tensors)
+
+
+def test_every_bit_comes_back_and_is_written_again_in_the_new_format(tmp_path: Path) -> None:
+    load(logical.found(OLD).path)
+    new = reshard(logical.found(OLD), tmp_path / "new")
+    assert (new / "index.json").exists()
+    load(new)
+
+
+def test_a_flipped_bit_in_a_tensor_is_found(saved: Path) -> None:
+    needle = logical.truth("optimizer.main.layers.0.fc2.weight", (6, 8), torch.float32)[:, :4].numpy().tobytes()
+    victim = next(path for path in saved.glob("*.distcp") if needle in path.read_bytes())
+    bad = bytearray(victim.read_bytes())
+    bad[bad.index(needle) + 5] ^= 1
+    victim.write_bytes(bad)
+    with pytest.raises(CheckpointError, match="damaged: wrong checksum"):
+        load(saved)
 
 
 def edit(saved: Path, change: Callable[[Metadata], Any]) -> None:
@@ -54,7 +89,7 @@ def test_a_pickle_that_calls_anything_is_refused_and_calls_nothing(function: Any
     with pytest.raises(CheckpointError, match=rf"\.metadata is not .*it refers to .*{function.__name__}"):
         read_index(saved)
     with pytest.raises(CheckpointError, match="it refers to"):
-        load_checkpoint(saved, mesh=ONE, pieces=pieces_of(logical.empty(Layout(), 0)))
+        load(saved)
     with pytest.raises(CheckpointError, match="it refers to"):
         find_checkpoint(saved.parent)
     assert not marker.exists()
@@ -113,9 +148,8 @@ def test_an_index_that_contradicts_itself_is_refused(change: Callable[[Metadata]
         read_index(saved)
 
 
-def test_a_dropped_chunk_is_an_error_that_names_the_key(tmp_path: Path) -> None:
-    logical.save_simulated(Layout(tp=4), tmp_path / "shards")
-    key = "model.layers.2.fc1.weight"
-    edit(tmp_path / "shards", lambda metadata: metadata.state_dict_metadata[key].chunks.pop())  # type: ignore[union-attr]
-    with pytest.raises(CheckpointError, match=r"only parts of\n  model\.layers\.2\.fc1\.weight"):
-        load_checkpoint(tmp_path / "shards", mesh=ONE, pieces=pieces_of(logical.empty(Layout(), 0)))
+def test_a_dropped_chunk_is_an_error_that_names_the_key(saved: Path) -> None:
+    key = "model.layers.0.fc1.weight"
+    edit(saved, lambda metadata: metadata.state_dict_metadata[key].chunks.pop())  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match=r"only parts of\n  model\.layers\.0\.fc1\.weight"):
+        load(saved)
