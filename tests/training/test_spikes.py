@@ -112,12 +112,12 @@ def test_after_a_rollback_the_run_is_one_from_the_checkpoint_on_the_data_behind(
     [
         {"peft": "lora", "fp16": True, "initial_loss_scale": 65536.0, "nan_action": "skip", "loss_scale_window": 2},
         {
-            "bf16": True,
+            **{"bf16": True, "async_save": True},
             **{"fp8_format": "hybrid", "fp8_backend": "emulated", "fp8_amax_history_len": 4},
             **{"fp8_amax_compute_algo": "max", "use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8"},
         },
     ],
-    ids=["adapter, loss scale", "FP8 histories and moments"],
+    ids=["adapter, loss scale", "FP8 histories and moments, saved in the background"],
 )
 def test_all_state_goes_back(fields: dict[str, Any], tmp_path: Path) -> None:
     """As above."""
