@@ -35,6 +35,9 @@ route.connect(first)  # sends nothing
 own = route.getsockname()[0]
 print(own, "" if ipaddress.ip_address(own).is_loopback else f"is_host={own == first[0]}")' "$first")
 
+# Or else agents of torch 2.13 may meet at the place of an earlier round when hosts have come or gone.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 exec "$python" -m torch.distributed.run --nnodes "$hosts" --nproc-per-node "$processes" \
     --rdzv-backend c10d --rdzv-endpoint "$first:${PORT:-29500}" --rdzv-id "${JOB:-megalite}" \
     --rdzv-conf "${here#* }" --local-addr "${here% *}" \

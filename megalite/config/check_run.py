@@ -77,6 +77,13 @@ def training_problems(config: RunConfig) -> Iterator[str]:
     if lengths == (None, None, None) and not config.validation.skip_train:
         yield "--train-iters or --train-samples is missing"
     yield from _recompute_problems(config)
+    yield from _rollback_problems(config)
+    timeout, minutes = training.step_timeout, config.layout.distributed_timeout_minutes
+    if timeout is not None and timeout >= minutes * 60:
+        yield (
+            f"--step-timeout {timeout} must be below --distributed-timeout-minutes {minutes}, in seconds "
+            f"{minutes * 60:g}: or else the collectives that wait for a hung rank fail first"
+        )
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     if optimizer.weight_decay_incr_style == "constant":
         for name, value in (("start", start), ("end", end)):
@@ -87,6 +94,19 @@ def training_problems(config: RunConfig) -> Iterator[str]:
         yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
     elif end < start:
         yield f"--end-weight-decay {end} is below --start-weight-decay {start}"
+
+
+def _rollback_problems(config: RunConfig) -> Iterator[str]:
+    """Going back takes whole checkpoints of this run."""
+    checkpoint, rollback = config.checkpoint, "training.rollback_on_spike"
+    companions = ("spike_threshold", "spike_window", "max_rollbacks_in_a_row")
+    wanted = config.training.rollback_on_spike
+    yield from needs(config, wanted, "--rollback-on-spike", *(f"training.{name}" for name in companions))
+    saves = checkpoint.save is not None and checkpoint.save_interval is not None
+    yield from needs(config, saves, "--save and --save-interval", rollback)
+    for option, on in (("--no-save-optim", checkpoint.save_optim), ("--no-load-optim", checkpoint.load_optim)):
+        if wanted and not on:
+            yield f"--rollback-on-spike can't be used with {option}: it goes back to the optimizer's state too"
 
 
 def optimizer_problems(config: RunConfig) -> Iterator[str]:
@@ -255,6 +275,7 @@ def reporting_problems(config: RunConfig) -> Iterator[str]:
     start, end = logging.profile_step_start, logging.profile_step_end
     if logging.profile and end <= start:
         yield f"--profile-step-end {end} must be above --profile-step-start {start}"
+    yield from needs(config, logging.log_straggler, "--log-straggler", "logging.straggler_minmax_count")
     if logging.wandb_project is not None and logging.wandb_exp_name is None:
         yield f"--wandb-project {logging.wandb_project} needs --wandb-exp-name"
     yield from needs(config, logging.wandb_project is not None, "--wandb-project", "logging.wandb_exp_name")

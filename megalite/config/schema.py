@@ -184,6 +184,12 @@ class TrainingConfig:
     exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of this")
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", bound=ABOVE_ZERO)
     exit_signal_handler: bool = flag(False, "on SIGTERM or SIGINT finish the step, save and exit with status 0")
+    step_timeout: float | None = flag(
+        None,
+        "seconds without a step, a batch of an evaluation or a save after which all ranks write their Python stacks "
+        "and the run fails; default: never",
+        bound=ABOVE_ZERO,
+    )
     seed: int = flag(
         1234,
         "seed of initialisation, data order and dropout",
@@ -208,6 +214,19 @@ class TrainingConfig:
         choices=("stop", "skip"),
     )
     max_skips_in_a_row: int = flag(50, "stop after this many skipped steps in a row, in any precision")
+    rollback_on_spike: bool = flag(
+        False,
+        "when a loss is far above the last ones, go back to the newest checkpoint and pass over the data read since",
+    )
+    spike_threshold: float = flag(
+        6.0, "standard deviations above the mean of the last losses from which a loss is a spike", bound=ABOVE_ZERO
+    )
+    spike_window: int = flag(
+        100,
+        "how many last good steps this mean is of; nothing is a spike before there are so many",
+        bound=Bound("must be at least 2", lambda value: value >= 2),
+    )
+    max_rollbacks_in_a_row: int = flag(3, "stop at a spike after this many rollbacks to the same checkpoint")
     compile: bool = flag(
         False,
         "torch.compile for what lies between matrix products: norms, rotations, activations, loss; needs a compiler",
@@ -377,6 +396,11 @@ class LoggingConfig:
     log_top_grad_norms: int = flag(
         0, "how many of the largest gradient norms to print, with their parameters' names", bound=NOT_NEGATIVE
     )
+    log_straggler: bool = flag(
+        False,
+        "at each log line the ranks that compute longest and shortest; on CUDA each forward and backward then waits",
+    )
+    straggler_minmax_count: int = flag(1, "how many ranks --log-straggler names at each end")
     log_memory: bool = flag(False, "print each rank's memory after the first step, measured and predicted")
     log_num_zeros_in_grad: bool = flag(False, "number of zeros in the gradient in the log line")
     timing_log_level: int = flag(0, "detail of timers in the log: 0, 1 or 2", choices=(0, 1, 2))

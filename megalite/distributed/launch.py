@@ -14,6 +14,7 @@ import ctypes
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -33,13 +34,14 @@ from megalite.config.errors import FlagError, UserError
 from megalite.config.schema import LayoutConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh
-from megalite.distributed.peers import Connections, Watch, meet, open_store
+from megalite.distributed.peers import Connections, Watch, meet, open_store, store_of_meeting
 from megalite.distributed.slurm import as_torchrun
 
 RENDEZVOUS_SECONDS = 45
 _OTHERS_WAIT = 15.0  # so that the speaking rank's message is out before the launcher ends the rest
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # mallopt(3)
 _GRACE = 1.0  # a rank that fails for its own reasons lets rank 0 speak first, where both fail alike
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 _OWN_GPU = "If each process sees only its own GPU: export LOCAL_RANK=0"
 _PEER_FAILURE = re.compile(r"gloo/transport|Connection (closed|reset) by peer|remote process exited", re.IGNORECASE)
 
@@ -141,6 +143,14 @@ def keep_freed_memory() -> None:
             mallopt(option, value)
 
 
+def end_with_launcher() -> None:
+    """Have the kernel (Linux's) end this process when the one that started it is gone, however it ended. A torchrun
+    that is killed would leave its workers behind, at the same files as those that the other machines' go on with."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def _meet(environment: Environment, deadline: float) -> tuple[dist.Store, Connections]:
     """A store that all ranks reach, and connections between them, once all are here."""
     rank, world = environment.rank, environment.world_size
@@ -151,7 +161,8 @@ def _meet(environment: Environment, deadline: float) -> tuple[dist.Store, Connec
     place = f"MASTER_ADDR={address} MASTER_PORT={port}"
     try:
         store = open_store(address, int(port), rank, deadline)
-        return store, meet(store, rank, world, (address, int(port)), deadline)
+        connections = meet(store, rank, world, (address, int(port)), deadline)
+        return store_of_meeting(store), connections
     except (UserError, OSError, RuntimeError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "EADDRINUSE" in text or "address already in use" in text.lower():
@@ -159,15 +170,26 @@ def _meet(environment: Environment, deadline: float) -> tuple[dist.Store, Connec
                 f"{place}: the port is taken; set another MASTER_PORT, or use torchrun --standalone"
             ) from None
         raise UserError(
-            f"expected WORLD_SIZE={world} processes at {place} within {RENDEZVOUS_SECONDS} s ({text}); start as many "
-            "processes as WORLD_SIZE says, or use torchrun (under Slurm: srun)"
+            f"expected WORLD_SIZE={world} processes at {place} within {RENDEZVOUS_SECONDS} s ({text}); {_advice()}"
         ) from None
 
 
+def _advice() -> str:
+    """What helps where ranks don't meet. Torch 2.13's torchrun, when machines have come or gone, may tell its workers
+    the place of an earlier round: each agent keeps what it was told first, unless that variable is set."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return (
+            "if machines came or went (--nnodes MIN:MAX), start each torchrun with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
+        )
+    return "start as many processes as WORLD_SIZE says, or use torchrun (under Slurm: srun)"
+
+
 @contextlib.contextmanager
-def start(config: LayoutConfig, environment: Environment, device: torch.device) -> Iterator[Mesh]:
-    """Process groups for the layout while the block runs. Torn down when it ends well; after an error the process is
-    about to exit, and a clean-up that waits for dead peers would only hang."""
+def start(config: LayoutConfig, environment: Environment, device: torch.device) -> Iterator[tuple[Mesh, Watch | None]]:
+    """Process groups for the layout, and the watch over the other ranks where there are any, while the block runs. Torn
+    down when it ends well; after an error the process is about to exit, and a clean-up that waits for dead peers would
+    only hang."""
     layout = Layout.from_config(config, environment.world_size)
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
@@ -176,14 +198,16 @@ def start(config: LayoutConfig, environment: Environment, device: torch.device) 
     else:
         keep_freed_memory()
     if environment.world_size == 1:
-        yield Mesh.create(layout, device, backend=backend, timeout=timeout)
+        yield Mesh.create(layout, device, backend=backend, timeout=timeout), None
         return
+    if environment.under_torchrun:
+        end_with_launcher()
     store, connections = _meet(environment, time.monotonic() + RENDEZVOUS_SECONDS)
     watch = Watch(connections, partial(_stop_for, environment))
     store.set_timeout(timeout)
     rank, world = environment.rank, environment.world_size
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    yield Mesh.create(layout, device, backend=backend, timeout=timeout)
+    yield Mesh.create(layout, device, backend=backend, timeout=timeout), watch
     dist.barrier()
     watch.close()
     dist.destroy_process_group()
@@ -208,7 +232,7 @@ def _say(message: str) -> None:
     sys.stderr.flush()
 
 
-def _tell(failure: str) -> None:
+def tell_failure(failure: str) -> None:
     """Tell why this process fails. Under torchrun in the record that it shows last, at the end of its own report. It
     shows that of the last attempt alone, so before that, or where the record can't be written, on stderr."""
     record = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -239,9 +263,9 @@ def _fail(error: BaseException, environment: Environment) -> None:
     elif shared_launch and environment.rank != 0:
         time.sleep(_GRACE)
     if not isinstance(error, UserError):
-        _tell("".join(traceback.format_exception(error)).rstrip())
+        tell_failure("".join(traceback.format_exception(error)).rstrip())
     elif not error.everywhere or environment.rank == 0:
-        _tell(f"error: {error}")
+        tell_failure(f"error: {error}")
     _exit(1)
 
 
@@ -260,7 +284,7 @@ def run_worker(main: Callable[[Environment], None]) -> None:
         main(environment)
     except FlagError as error:
         if environment.speaks_for_machine:
-            _tell(f"error: {error}")
+            tell_failure(f"error: {error}")
         elif environment.under_torchrun:
             time.sleep(_OTHERS_WAIT)
         _exit(2)

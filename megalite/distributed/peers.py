@@ -23,7 +23,7 @@ from megalite.config.errors import UserError
 
 _GREETING = struct.Struct("!16sI")  # the meeting's token, the rank
 _NEWS = struct.Struct("!i")  # the rank that was lost, or:
-_GO, _GOODBYE = -1, -2
+_GO, _GOODBYE, _CALL = -1, -2, -3
 _KEY = "megalite/meeting"
 _MASTER = "master"  # in place of an address: the one that each machine has for the master
 _PAUSE = 0.05  # seconds between two looks
@@ -71,6 +71,12 @@ def meet(store: dist.Store, rank: int, world_size: int, toward: tuple[str, int],
     for connection in connections.values():
         _tell(connection, _GO)
     return connections
+
+
+def store_of_meeting(store: dist.Store) -> dist.Store:
+    """A part of the store that only those have who met last: torchrun keeps it when machines come or go, and process
+    groups are made from what their ranks write there."""
+    return dist.PrefixStore(store.get(_KEY).decode(), store)
 
 
 def _own_address(toward: tuple[str, int]) -> str:
@@ -178,10 +184,12 @@ def _heard(connection: socket.socket) -> int | None:
 
 
 class Watch:
-    """Calls `on_loss(rank)`, once and from a thread, when another rank is gone without a goodbye."""
+    """Calls `on_loss(rank)`, once and from a thread, when another rank is gone without a goodbye; and `on_call()`, from
+    the same thread, when another rank calls all."""
 
     def __init__(self, connections: Connections, on_loss: Callable[[int], None]):
         self._connections, self._on_loss = connections, on_loss
+        self.on_call: Callable[[], None] = lambda: None
         self._selector = selectors.DefaultSelector()
         for rank, connection in connections.items():
             connection.settimeout(30.0)
@@ -191,9 +199,16 @@ class Watch:
         self.thread.start()
 
     def _listen(self) -> None:
+        to_pass_on = 0 not in self._connections  # rank 0 has the connections to all others
         while self._selector.get_map():
             for key, _ in self._selector.select():
                 news = _heard(self._connections[key.data])
+                if news == _CALL:
+                    if to_pass_on:
+                        self.call()
+                        to_pass_on = False
+                    self.on_call()
+                    continue
                 self._selector.unregister(key.fileobj)
                 if news != _GOODBYE:
                     lost = key.data if news is None else news
@@ -201,6 +216,11 @@ class Watch:
                         _tell(connection, lost)
                     self._on_loss(lost)
                     return
+
+    def call(self) -> None:
+        """Call all other ranks. Some are called twice where several call."""
+        for connection in self._connections.values():
+            _tell(connection, _CALL)
 
     def close(self) -> None:
         """Say goodbye. The connections stay open until this process ends: the others may have to read it."""

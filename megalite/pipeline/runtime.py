@@ -1,14 +1,14 @@
 """Executes one rank's list of actions in order.
 
 Key idea: the runtime knows neither model nor schedule. What a forward or backward means is the executor's business; the
-order is the list's; between the two, the runtime hands over what stages send each other. A recorder, where given, notes
+order is the list's; between the two, the runtime hands over what stages send each other. Recorders, where given, note
 when each action began and ended.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from megalite.pipeline.lowering import RECEIVES, RECV_FORWARD, SEND_BACKWARD, SEND_FORWARD, SENDS, WAITS
@@ -59,7 +59,7 @@ class PipelineRuntime:
     def __init__(
         self,
         executor: Executor,
-        recorder: Recorder | None = None,
+        recorders: Sequence[Recorder] = (),
         wait: Callable[[], None] | None = None,
         transport: ProcessGroupTransport | None = None,
     ):
@@ -67,7 +67,7 @@ class PipelineRuntime:
         wait for the current stream alone: another one may hold a receive that ends only after later actions.
         `transport`: needed where there is more than one stage."""
         self.executor = executor
-        self.recorder, self.wait = recorder, wait
+        self.recorders, self.wait = recorders, wait
         self.transport = transport
         self.peak_live = 0
         self.handlers: dict[str, Callable[[Action], None]] = {
@@ -95,8 +95,10 @@ class PipelineRuntime:
         for action in actions:
             begin = self._now()
             self.handlers[action.kind](action)
-            if self.recorder is not None:
-                self.recorder(action, begin, self._now())
+            if self.recorders:
+                end = self._now()
+                for recorder in self.recorders:
+                    recorder(action, begin, end)
         if self.transport is not None:
             self.transport.finish()
 
@@ -151,7 +153,7 @@ class PipelineRuntime:
         return self.transport
 
     def _now(self) -> float:
-        if self.recorder is not None and self.wait is not None:
+        if self.recorders and self.wait is not None:
             self.wait()
         return time.perf_counter() * 1e3
 

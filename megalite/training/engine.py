@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -21,9 +21,9 @@ OnOutput = Callable[[GPTStage, Tensor, Microbatch], None]
 
 
 class Engine:
-    """`objective`: what the loss is. `recorder`: is told of every action of training."""
+    """`objective`: what the loss is. `recorders`: are told of every action of training."""
 
-    def __init__(self, model: TrainedModel, objective: TokenLoss, recorder: Recorder | None = None):
+    def __init__(self, model: TrainedModel, objective: TokenLoss, recorders: Sequence[Recorder] = ()):
         config, mesh = model.config, model.mesh
         self.executor = GPTExecutor(model.stages, mesh, objective, optimizer=model.optimizer)
         self.schedules = LoweredSchedules(config, mesh.pp.rank)
@@ -33,8 +33,8 @@ class Engine:
             transport = ProcessGroupTransport(mesh.pp, len(model.stages), mesh.device, timeout=timeout)
         # This stream alone: another may hold a receive that was posted early and ends only after later actions.
         wait = torch.cuda.current_stream().synchronize if mesh.device.type == "cuda" else None
-        self._training = PipelineRuntime(self.executor, recorder, wait, transport)
-        self._evaluation = PipelineRuntime(self.executor, None, wait, transport)
+        self._training = PipelineRuntime(self.executor, recorders, wait, transport)
+        self._evaluation = PipelineRuntime(self.executor, (), wait, transport)
 
     def train(
         self,

@@ -65,7 +65,7 @@ PROGRESS_SECONDS = 30.0  # without a line
 class Evaluator:
     """Runs forwards without gradients. `data`: this rank's microbatches of a split for one evaluation: of
     `--eval-iters` global batches, or with `--full-validation` of the whole split. `say`: prints a line on
-    the first rank."""
+    the first rank. `moved`: called at each global batch."""
 
     config: RunConfig
     mesh: Mesh
@@ -73,6 +73,7 @@ class Evaluator:
     data: Callable[[str], Iterator[Microbatch]]
     decisions: DecisionCounts | None = None
     say: Callable[[str], None] = print
+    moved: Callable[[], object] = lambda: None
 
     def run(self, split: str) -> tuple[float, dict[str, float]]:
         """Mean loss in nats over the split's unmasked tokens, NaN where there are none; and of a classifier its scores.
@@ -85,11 +86,13 @@ class Evaluator:
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         validation, begun, done = self.config.validation, time.monotonic(), 0
         reported = begun
+        self.moved()
         while batches := list(itertools.islice(microbatches, self.config.microbatches_per_step(self.mesh.dp.size))):
             sums[0] += self.engine.evaluate(batches, on_output)
             if self.mesh.pp.rank == self.mesh.pp.size - 1:  # where the losses are
                 sums[1] += self.mesh.upload(self.engine.executor.objective.normaliser(batches))
             done += 1
+            self.moved()
             if (now := time.monotonic()) - reported > PROGRESS_SECONDS:
                 most = "" if validation.full_validation else f" of at most {validation.eval_iters}"
                 self.say(f"{split}: {done}{most} global batches evaluated in {now - begun:.0f} s")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,28 +14,41 @@ from megalite.training.evaluation import Continuations, Evaluator, length_multip
 from megalite.training.memory import measured_step, peak_process_memory
 from megalite.training.metrics import EvaluationRecord, StepRecord, evaluated_splits, make_sinks
 from megalite.training.report import opening_block, say, size
+from megalite.training.resume import TrainingState
 from megalite.training.run import Run
 from megalite.training.signals import StopRequests
+from megalite.training.spikes import SpikeError
 
 
 class Loop:
     """The whole of a built run: steps, evaluations, saves and what is told of them."""
 
-    def __init__(self, run: Run):
-        """Prints the block that describes the run. Collective over the world."""
+    def __init__(self, run: Run, moved: Callable[[str], object] = lambda _: None):
+        """Prints the block that describes the run. `moved`: is told whenever the run moves on, and to what. Collective
+        over the world."""
         config, mesh, done = run.config, run.mesh, run.state.iteration
-        self.parts, self.trainer, self.state = run, run.trainer, run.state
+        self.parts, self.trainer, self.moved = run, run.trainer, moved
         self.config, self.mesh, self.say = config, mesh, partial(say, mesh)
         self.total_iterations = total = run.trainer.batches.total_iterations(config)
         self.say(opening_block(run.model, run.datasets, threads=run.prepared.threads, iteration=done, of=total))
         measure = run.prepared.task.decisions(mesh)
-        self.evaluator = Evaluator(config, mesh, run.engine, run.feed.evaluation, measure, self.say)
+        self.evaluator = Evaluator(
+            config, mesh, run.engine, run.feed.evaluation, measure, self.say, partial(moved, "evaluating")
+        )
         evaluated = ("valid", "test") if config.validation.eval_iters > 0 else ()
         self.splits = [split for split in evaluated if getattr(run.datasets, split) is not None]
         self.sinks = make_sinks(config, total, done) if mesh.is_first else []
         self.stops = StopRequests(config.training, mesh)
         self.profiler = Profiler(config.logging, Path(config.logging.tensorboard_dir or "profile"), mesh.rank)
         self._measures_step = config.logging.log_memory
+        self._step_times: list[float] = []  # of the steps since the last report
+        self._newest = done if done and _same_place(config.checkpoint.load, config.checkpoint.save) else None
+        if not config.training.rollback_on_spike:
+            run.progress.spikes.losses = []  # they wouldn't be the last ones when a later run looks at them
+
+    @property
+    def state(self) -> TrainingState:
+        return self.parts.state
 
     def run(self) -> None:
         """Train to the end or to a reason to stop; then, at the end, evaluate on what there is."""
@@ -100,35 +115,48 @@ class Loop:
         begun, saved, seconds = (state.iteration, state.consumed_tokens), state.iteration, 0.0
         self.trainer.restart_clock()
         while state.iteration < self.total_iterations:
+            self.moved(f"step {state.iteration + 1}")
             state.valid_loss = None
             with self.profiler.step(state.iteration + 1):
                 record = self._step()
             seconds += record.elapsed_ms / 1e3
+            self._step_times.append(record.elapsed_ms)
             if record.skipped and state.iteration == 1 and self.parts.progress.scaler.dynamic:
                 self.say("the loss scale is being found: skipped steps at the start are normal with --fp16")
             for sink in self.sinks:
                 sink.step(record)
+            if self._rolled_back(record):
+                state, saved = self.state, self.state.iteration
+                continue
             if state.iteration % config.logging.log_interval == 0:
-                self.say(*self.trainer.timers.lines(config.logging.log_interval))
+                self.say(*self.trainer.timers.lines(config.logging.log_interval), *self._stragglers())
             last = state.iteration >= self.total_iterations
             self.parts.saver.poll()
             if last or self._due(config.validation.eval_interval):
                 self._evaluate("valid")
                 self.parts.saver.wait()  # nothing was stepped meanwhile, so little is left to wait for
             if last or self._due(config.checkpoint.save_interval):
-                self.parts.save()
+                self._save()
                 saved = state.iteration
             self.trainer.restart_clock()
             reason = self.stops.reason(state.iteration)
             if reason is not None:
                 self._sum_up(*begun, seconds)
                 if saved != state.iteration:
-                    self.parts.save()
+                    self._save()
                 self.parts.saver.wait()
                 self.say(f"exiting at iteration {state.iteration}: {reason}")
                 return True
         self._sum_up(*begun, seconds)
         return False
+
+    def _stragglers(self) -> list[str]:
+        """What `--log-straggler` asks for, on the steps since the last time. Collective over the world."""
+        times, self._step_times = self._step_times, []
+        if self.parts.computing is None:
+            return []
+        count = self.config.logging.straggler_minmax_count
+        return [self.parts.computing.report(len(times), sum(times) / len(times), count)]
 
     def _step(self) -> StepRecord:
         """One of the trainer's; the first one with its memory, where that is asked for."""
@@ -138,6 +166,42 @@ class Loop:
         record, lines = measured_step(self.trainer)
         self.say(*lines)
         return record
+
+    def _rolled_back(self, record: StepRecord) -> bool:
+        """Judge the loss of a step where `--rollback-on-spike` asks for it, and go back where it is a spike. All ranks
+        decide alike, since the loss is summed over all of them. Collective over the world."""
+        training, history = self.config.training, self.parts.progress.spikes
+        if not training.rollback_on_spike or record.skipped or math.isnan(record.lm_loss):
+            return False
+        limit = history.limit(training.spike_window, training.spike_threshold)
+        if limit is None or record.lm_loss <= limit:
+            history.add(record.lm_loss, training.spike_window)
+            return False
+        spike = (
+            f"iteration {record.iteration}: lm loss {record.lm_loss:.6g} is above {limit:.6g}, the mean of the last "
+            f"{training.spike_window} and {training.spike_threshold:g} deviations"
+        )
+        if self._newest is None:
+            self.say(f"{spike}; this run has saved no checkpoint to go back to")
+            return False
+        if (done := history.in_a_row(self._newest)) >= training.max_rollbacks_in_a_row:
+            raise SpikeError(
+                f"{spike}, after {done} rollbacks to iteration {self._newest}, which reaches --max-rollbacks-in-a-row "
+                f"{training.max_rollbacks_in_a_row}: other data don't help. Restart from an earlier checkpoint "
+                "(--ckpt-step) with a lower --lr, or raise --spike-threshold"
+            )
+        self.moved("going back to a checkpoint")
+        passed = self.parts.roll_back(self._newest, record.lm_loss, limit)
+        self.say(
+            f"{spike}: back to iteration {self._newest}, past samples {passed.first_sample} to {passed.end_sample - 1}"
+        )
+        for sink in self.sinks:
+            sink.close()
+        self.sinks = make_sinks(self.config, self.total_iterations, self._newest) if self.mesh.is_first else []
+        self._save()  # so that a run that is killed now doesn't meet the spike again
+        self.parts.saver.wait()
+        self.trainer.restart_clock()
+        return True
 
     def _sum_up(self, iteration: int, tokens: int, seconds: float) -> None:
         """Tell what was done since `iteration` and `tokens`, and how fast."""
@@ -151,11 +215,18 @@ class Loop:
         """Whether an event of this interval falls on the present iteration."""
         return interval is not None and self.state.iteration % interval == 0
 
+    def _save(self) -> None:
+        self.moved("saving")
+        self.parts.save()
+        if self.config.checkpoint.save is not None:
+            self._newest = self.state.iteration
+
     def _evaluate(self, split: str) -> None:
         if split not in self.splits:
             return
         state = self.state
         loss, scores = self.evaluator.run(split)
+        self.moved("after an evaluation")
         validation, training = self.config.validation, self.config.training
         # One beyond the interval, at the end, isn't counted: a run that goes on later reads as if there were no end.
         if split == "valid" and not validation.full_validation and self._due(validation.eval_interval):
@@ -179,3 +250,8 @@ class Loop:
             multiple = length_multiple(self.config, self.mesh)
             written = Continuations(self.mesh, parts.engine, tokenizer, prompts, length, multiple).texts()
             self.say(*(f"prompt: {p}\n  model: {answer}" for p, answer in zip(prompts.texts, written, strict=True)))
+
+
+def _same_place(a: str | None, b: str | None) -> bool:
+    """Whether two flags name one folder."""
+    return a is not None and b is not None and Path(a).resolve() == Path(b).resolve()

@@ -16,6 +16,7 @@ from megalite.files.owner import OWNER, owning
 from megalite.training.loop import Loop
 from megalite.training.prepare import deterministic, prepare
 from megalite.training.run import build_run
+from megalite.training.watchdog import watching
 
 
 @contextmanager
@@ -47,11 +48,13 @@ def train(
     prepared = prepare(argv, environment, program=program, description=description, sections=sections)
     with (
         deterministic(prepared.config.training.deterministic_mode),
-        start(prepared.config.layout, environment, prepared.device) as mesh,
+        start(prepared.config.layout, environment, prepared.device) as (mesh, watch),
         owned_outputs(prepared.config, mesh),
         telling_killed_workers(),
     ):
         run = build_run(prepared, mesh)
-        Loop(run).run()
-        run.save_adapter()
-        run.close()
+        with watching(prepared.config, mesh.rank, watch) as moved:
+            Loop(run, moved).run()
+            moved("saving the adapter")
+            run.save_adapter()
+            run.close()

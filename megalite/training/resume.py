@@ -8,7 +8,7 @@ run's main parameters as its weights, and the other way round.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from megalite.peft.checks import check_resumed_adapter, refuse_adapter
 from megalite.precision.loss_scaler import LossScaler
 from megalite.training.base_model import load_base_model
 from megalite.training.model import TrainedModel
+from megalite.training.spikes import SpikeHistory
 
 _LOSSES = ("best_valid_loss", "valid_loss")
 _MAY_BE_NONE = ("begun_iteration", "begun_samples", *_LOSSES)
@@ -73,7 +74,7 @@ class TrainingState:
     def from_dict(cls, values: dict[str, Any]) -> TrainingState:
         """Take the known fields; others are for other readers of the file. A TypeError for a value of another kind."""
         taken: dict[str, Any] = {"begun_iteration": None, "begun_samples": None}
-        for name in (field.name for field in fields(cls) if field.name in values):
+        for name in (each.name for each in fields(cls) if each.name in values):
             value, number = values[name], (int, float) if name in _LOSSES else (int,)
             if type(value) not in number and not (name in _MAY_BE_NONE and value is None):
                 raise TypeError(f"{name} is {value!r}, not a {'number' if float in number else 'whole number'}")
@@ -100,6 +101,12 @@ class Progress:
     schedule: Schedule
     scaler: LossScaler
     data: dict[str, str]
+    spikes: SpikeHistory = field(default_factory=SpikeHistory)
+
+    @property
+    def next_sample(self) -> int:
+        """Where in the order of data the run goes on."""
+        return self.state.consumed_samples + self.spikes.passed_samples
 
     def to_dict(self, *, optimizer_steps: int, with_random_state: bool) -> dict[str, Any]:
         return {
@@ -109,6 +116,7 @@ class Progress:
             "loss_scaler": self.scaler.state(),
             "schedule": self.schedule.to_dict(),
             "data": dict(self.data),
+            "spikes": self.spikes.to_dict(),
         }
 
 
@@ -268,6 +276,7 @@ def load(directory: CheckpointDirectory, model: TrainedModel, progress: Progress
         return []
     values = read_training_state(directory)
     state = progress.state = _read_state(directory, values, config)
+    progress.spikes = _read_spikes(directory, values)
     notes += [
         f"note: {path} has changed since {directory.path} was saved: the run continues in the middle of the new data"
         for path, digest in values.get("data", {}).items()
@@ -320,6 +329,14 @@ def _read_state(directory: CheckpointDirectory, values: Mapping[str, Any], confi
     if batches != BatchSchedule.from_config(config):
         state.begun_iteration, state.begun_samples = state.iteration, state.consumed_samples
     return state
+
+
+def _read_spikes(directory: CheckpointDirectory, values: Mapping[str, Any]) -> SpikeHistory:
+    """The last losses and all rollbacks; none in an older checkpoint. A CheckpointError where they make no sense."""
+    try:
+        return SpikeHistory.from_dict(values.get("spikes", {}))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{directory.path / STATE_FILE} tells no losses and rollbacks: {error}") from error
 
 
 def _check_classes(directory: CheckpointDirectory, classes: list[str] | None) -> None:

@@ -6,7 +6,7 @@ Nothing is trained, evaluated or written yet: `Loop` does that with the parts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megalite.checkpoint.errors import on_first_rank
@@ -24,6 +24,7 @@ from megalite.optimizer.optimizer import Optimizer
 from megalite.optimizer.schedule import BatchSchedule, Schedule
 from megalite.optimizer.transport import Transport
 from megalite.peft.adapter import AdapterSaver
+from megalite.pipeline.runtime import Recorder
 from megalite.precision.loss_scaler import LossScaler
 from megalite.training import resume
 from megalite.training.diagnostics import TimelineRecorder, dump_gradients
@@ -32,6 +33,8 @@ from megalite.training.model import TrainedModel, build_model
 from megalite.training.prepare import Prepared
 from megalite.training.report import say
 from megalite.training.resume import Progress, TrainingState
+from megalite.training.spikes import Rollback
+from megalite.training.stragglers import ComputeTime
 from megalite.training.task import Feed
 from megalite.training.trainer import Trainer
 
@@ -39,7 +42,7 @@ from megalite.training.trainer import Trainer
 @dataclass
 class Run:
     """One process's parts of a run. `companions`: on the first rank, the small files to write beside weights.
-    `adapter_saver`: None where the whole model is trained."""
+    `adapter_saver`: None where the whole model is trained. `computing`: with `--log-straggler`."""
 
     prepared: Prepared
     datasets: Datasets
@@ -51,6 +54,7 @@ class Run:
     trainer: Trainer
     saver: Saver
     adapter_saver: AdapterSaver | None
+    computing: ComputeTime | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -85,6 +89,24 @@ class Run:
                 resume.plan_save(self.model, self.progress, config.save, retain=retain, beside=self.companions)
             )
 
+    def roll_back(self, to_iteration: int, loss: float, limit: float) -> Rollback:
+        """Go back from the present step, whose `loss` was above `limit`, to a checkpoint of this run in `--save`, and
+        pass over the data that were read since. Collective over the world."""
+        end, history, best = self.progress.next_sample, self.progress.spikes, self.state.best_valid_loss
+        iteration, config = self.state.iteration, self.config.checkpoint
+        self.saver.wait()
+        found, _ = resume.locate_together(replace(config, load=config.save, ckpt_step=to_iteration), self.mesh)
+        assert found is not None
+        self.optimizer.finish_gathers()
+        resume.load(found, self.model, self.progress, weights_only=False)
+        first = self.state.consumed_samples + history.passed_samples
+        rollback = Rollback(iteration, loss, limit, to_iteration, first, end)
+        self.progress.spikes.rollbacks = [*history.rollbacks, rollback]
+        self.state.best_valid_loss = best  # its adapter is on the disk
+        self.feed.close()
+        self.trainer.microbatches = self.feed.training()
+        return rollback
+
     def close(self) -> None:
         """End the data-loader workers, and gathers and saves under way."""
         self.saver.wait()
@@ -117,12 +139,17 @@ def build_run(prepared: Prepared, mesh: Mesh, *, transport: Transport | None = N
     )
     tell = partial(say, mesh)
     resume.restore(model, progress, prepared.tokenizer, tell)
-    feed = Feed(task, mesh, datasets, progress.state)
-    recorder, gradients = None, config.training.dump_grads
+    feed = Feed(task, mesh, datasets, progress)
+    recorders: list[Recorder] = []
+    computing, gradients = None, config.training.dump_grads
     if config.logging.timeline is not None:
-        recorder = TimelineRecorder(config.logging.timeline, mesh.rank)
-        model.optimizer.record(recorder.collective)
-    engine = Engine(model, task.objective(), recorder)
+        timeline = TimelineRecorder(config.logging.timeline, mesh.rank)
+        model.optimizer.record(timeline.collective)
+        recorders.append(timeline)
+    if config.logging.log_straggler:
+        computing = ComputeTime(mesh)
+        recorders.append(computing)
+    engine = Engine(model, task.objective(), recorders)
     trainer = Trainer(model, engine, progress, feed.training())
     if gradients is not None:
         trainer.on_first_gradients = partial(dump_gradients, gradients, model.optimizer, mesh)
@@ -138,7 +165,7 @@ def build_run(prepared: Prepared, mesh: Mesh, *, transport: Transport | None = N
             say=tell,
         )
         progress.state.best_valid_loss = adapter_saver.standing_best(progress.state.best_valid_loss)
-    return Run(prepared, datasets, beside, model, progress, feed, engine, trainer, saver, adapter_saver)
+    return Run(prepared, datasets, beside, model, progress, feed, engine, trainer, saver, adapter_saver, computing)
 
 
 def _datasets(prepared: Prepared, mesh: Mesh) -> Datasets:

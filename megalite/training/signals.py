@@ -21,7 +21,9 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.mesh import Mesh
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
-_ONE_PRESS = 0.5  # seconds within which one request may come twice: to the process's group, and from its launcher
+_ONE_REQUEST: dict[int, float] = {signal.SIGINT: 0.5, signal.SIGTERM: 5.0}
+"""Seconds within which the same request may come once more: to the process's group, and from its launcher, which may be
+slow to pass on SIGTERM; a key is pressed again soon."""
 
 
 def _to_the_thread(number: int, frame: FrameType | None) -> None:
@@ -29,8 +31,8 @@ def _to_the_thread(number: int, frame: FrameType | None) -> None:
 
 
 class StopRequests:
-    """Collects reasons to stop. Where `--exit-signal-handler` asks for it, the first SIGTERM or SIGINT is one, and a
-    SIGINT after it ends the process at once.
+    """Collects reasons to stop. Where `--exit-signal-handler` asks for it, the first SIGTERM or SIGINT is one, and
+    another after it ends the process at once.
 
     A thread reads the signals, as numbers that the interpreter writes into a socket when they come: so the second one
     counts also while the main thread waits in a library for ranks that never answer.
@@ -58,13 +60,13 @@ class StopRequests:
                 first = now
                 if self.mesh.is_first:
                     sys.stderr.write(
-                        f"{signal.Signals(number).name}: finishing this step and saving; Ctrl-C again ends at once. "
-                        "torchrun kills its workers 30 s after SIGTERM; a save that takes longer needs torchrun "
-                        "--shutdown-timeout SECONDS\n"
+                        f"{signal.Signals(number).name}: finishing this step and saving; Ctrl-C again, or "
+                        "SIGTERM after 5 s, ends at once. torchrun kills its workers 30 s after SIGTERM; a "
+                        "save that takes longer needs torchrun --shutdown-timeout SECONDS\n"
                     )
                     sys.stderr.flush()
                 self.received = number
-            elif number == signal.SIGINT and now - first > _ONE_PRESS:
+            elif now - first > _ONE_REQUEST[number]:
                 os._exit(128 + number)
 
     def reason(self, iteration: int) -> str | None:

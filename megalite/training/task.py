@@ -28,7 +28,7 @@ from megalite.distributed.mesh import Mesh
 from megalite.optimizer.schedule import BatchSchedule
 from megalite.training.evaluation import DecisionCounts, Prompts, length_multiple
 from megalite.training.objective import TokenLoss
-from megalite.training.resume import TrainingState
+from megalite.training.resume import Progress
 
 
 class Task:
@@ -202,17 +202,17 @@ TASKS: dict[str, type[Task]] = {"lm": Task, "sft": AnswerTask, "classification":
 
 
 class Feed:
-    """Hands out microbatches, from where `state` is when they are first asked for."""
+    """Hands out microbatches, from where `progress` is when they are first asked for."""
 
-    def __init__(self, task: Task, mesh: Mesh, datasets: Datasets, state: TrainingState):
-        self.task, self.config, self.mesh, self.datasets, self.state = task, task.config, mesh, datasets, state
+    def __init__(self, task: Task, mesh: Mesh, datasets: Datasets, progress: Progress):
+        self.task, self.config, self.mesh, self.datasets, self.progress = task, task.config, mesh, datasets, progress
         self._iterators: dict[str, MicrobatchIterator] = {}
 
     def training(self) -> Iterator[Microbatch]:
         """The training set's, without end; none where there is no such set."""
         if self.datasets.train is None:
             return iter(())
-        start, ahead = self.state.consumed_samples, self.config.model.mtp_num_layers or 0
+        start, ahead = self.progress.next_sample, self.config.model.mtp_num_layers or 0
         self._iterators["train"] = self._microbatches(self.datasets.train, start=start, ahead=ahead)
         return self._parts(self._iterators["train"])
 
@@ -224,15 +224,16 @@ class Feed:
         if self.task.evaluates_whole(len(dataset)):
             return self._parts(self._whole(dataset))
         if split not in self._iterators:
-            start = self.state.consumed_valid_samples if split == "valid" else 0
+            start = self.progress.state.consumed_valid_samples if split == "valid" else 0
             self._iterators[split] = self._microbatches(dataset, start=start)
         count = self.config.validation.eval_iters * self.config.microbatches_per_step(self.mesh.dp.size)
         return self._parts(itertools.islice(self._iterators[split], count))
 
     def close(self) -> None:
-        """End the loader workers."""
+        """End the loader workers. What is asked for afterwards starts anew."""
         for iterator in self._iterators.values():
             iterator.close()
+        self._iterators.clear()
 
     def _parts(self, microbatches: Iterator[Microbatch]) -> Iterator[Microbatch]:
         """This context-parallel rank's tokens of them."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -92,7 +95,7 @@ def test_several_processes_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch)
 def test_torchruns_own_report_ends_with_our_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(record))
-    launch._tell("error: --lr -1 must not be negative\n--seq-length 0 must be at least 1")
+    launch.tell_failure("error: --lr -1 must not be negative\n--seq-length 0 must be at least 1")
     assert json.loads(record.read_text())["message"]["message"].startswith("error: --lr -1")
     report = str(ChildFailedError("pretrain_gpt.py", {0: ProcessFailure(0, 123, 2, str(record))}))
     last = [line.strip() for line in report.splitlines() if line.strip(" =")][-2:]
@@ -107,7 +110,7 @@ def test_the_failure_of_an_attempt_that_torchrun_repeats_is_on_stderr(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
-    launch._tell("error: mine")
+    launch.tell_failure("error: mine")
     assert capsys.readouterr().err.splitlines() == lines
     assert (tmp_path / "error.json").exists()
 
@@ -116,7 +119,7 @@ def test_a_failure_that_torchruns_record_cannot_take_is_on_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
-    launch._tell("error: mine")
+    launch.tell_failure("error: mine")
     assert capsys.readouterr().err == "error: mine\n"
 
 
@@ -140,3 +143,22 @@ def test_making_the_process_groups_is_bounded_by_its_flag_alone(monkeypatch: pyt
     with launch.start(LayoutConfig(distributed_timeout_minutes=3), Environment(world_size=2), torch.device("cpu")):
         pass
     assert exits == [] and bounds == [timedelta(minutes=3)] * 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux's kernel")
+def test_a_worker_ends_when_its_launcher_is_killed() -> None:
+    reading, writing = os.pipe()
+    launcher = os.fork()
+    if launcher == 0:
+        if os.fork() == 0:
+            launch.end_with_launcher()
+            os.write(writing, b"x")
+        time.sleep(100)
+        os._exit(0)
+    os.close(writing)
+    assert os.read(reading, 1) == b"x"
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    ready, _, _ = select.select([reading], [], [], 30)  # the worker held the other end
+    assert ready and os.read(reading, 1) == b""
+    os.close(reading)

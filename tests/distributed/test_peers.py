@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megalite.config.errors import UserError
 from megalite.distributed import peers
-from megalite.distributed.peers import Connections, Watch, meet
+from megalite.distributed.peers import Connections, Watch, meet, store_of_meeting
 
 SIZE = 4
 Told = queue.Queue[tuple[int, int]]
@@ -61,6 +61,33 @@ def test_every_rank_is_told_of_a_rank_that_ends_without_a_goodbye(dead: int, pla
         connection.shutdown(socket.SHUT_RDWR)  # as the kernel does for a process that dies
     news = sorted(told.get(timeout=30) for _ in watches)
     assert news == [(rank, dead) for rank in range(SIZE) if rank != dead]
+
+
+@pytest.mark.parametrize("caller", [0, 2])
+def test_a_call_reaches_every_other_rank_and_the_watch_goes_on(caller: int, place: tuple[str, int]) -> None:
+    met, told, watches = watched(place, dead=3)
+    called = [threading.Event() for _ in watches]
+    for watch, event in zip(watches, called, strict=True):
+        watch.on_call = event.set
+    watches[caller].call()
+    for event in (called[rank] for rank in range(3) if rank != caller):
+        assert event.wait(30)
+    for connection in met[3].values():
+        connection.shutdown(socket.SHUT_RDWR)
+    assert sorted(told.get(timeout=30) for _ in watches) == [(rank, 3) for rank in range(3)]
+
+
+def test_what_ranks_wrote_after_an_earlier_meeting_is_not_seen(place: tuple[str, int]) -> None:
+    """torchrun keeps its store and the number of the attempt when a machine is lost or comes."""
+    store, deadline = dist.HashStore(), time.monotonic() + 30
+    places = []
+    for _ in range(2):
+        connections = meet(store, 0, 1, place, deadline)
+        assert connections == {}
+        places.append(store_of_meeting(store))
+        assert not places[-1].check(["address of rank 1"])
+        places[-1].set("address of rank 1", "here")
+    assert places[0].check(["address of rank 1"])
 
 
 def test_nobody_is_told_of_ranks_that_say_goodbye(place: tuple[str, int]) -> None:

@@ -6,6 +6,7 @@ commas between. The program itself has no test mode; a fault replaces one of its
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import itertools
 import json
@@ -88,6 +89,32 @@ def _sleep(iteration: int) -> None:
     _at_step(iteration, "forward", lambda _: time.sleep(1000))
 
 
+def _slow(milliseconds: int) -> None:
+    """Each forward of the rank takes so much longer."""
+    from megalite.training.executor import GPTExecutor
+
+    def slowed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(milliseconds / 1e3)
+            return forward(*args, **kwargs)
+
+        return replacement
+
+    _replace(GPTExecutor, "forward", slowed)
+
+
+def _held(iteration: int) -> None:
+    """As `sleep`, in a library that lets no other thread of Python run."""
+    _at_step(iteration, "forward", lambda _: ctypes.PyDLL(None).sleep(1000))
+
+
+def _grace(seconds: int) -> None:
+    """The watchdog leaves so long for stacks to be written."""
+    import megalite.training.watchdog as watchdog
+
+    watchdog.GRACE, watchdog._HELD = seconds, seconds / 2
+
+
 def _starting(_: int) -> None:
     """The process dies when all have met and the first process group is made."""
     import torch.distributed as dist
@@ -142,7 +169,7 @@ def _measure(interval: int) -> None:
 
 
 def _value(value: float, where: str) -> Callable[[int], None]:
-    """The gradient or the loss of this rank isn't finite at one step."""
+    """The gradient of this rank is this, or that is added to its loss, at one step."""
 
     def put(executor: Any) -> None:
         if where == "loss":
@@ -158,6 +185,9 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "backward": _backward,
     "kill": _kill,
     "sleep": _sleep,
+    "slow": _slow,
+    "held": _held,
+    "grace": _grace,
     "starting": _starting,
     "rendezvous": _rendezvous,
     "data": _failing_call("megalite.data.loader", "stack_items", "reading"),
@@ -165,6 +195,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "nan-gradient": _value(float("nan"), "gradient"),
     "inf-gradient": _value(float("inf"), "gradient"),
     "nan-loss": _value(float("nan"), "loss"),
+    "spike": _value(1e4, "loss"),
     "measure": _measure,
 }
 

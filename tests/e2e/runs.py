@@ -238,7 +238,8 @@ def refusal(flags: str, processes: int = 1, *, sections: list[str] | None = None
 
 @dataclass
 class Program(Started):
-    """The program started by hand or by torchrun. All its processes carry a mark in their environment."""
+    """The program started by hand or by torchrun. All its processes carry a mark in their environment. `elastic`: more
+    flags of torchrun."""
 
     flags: str
     processes: int = 1
@@ -246,11 +247,13 @@ class Program(Started):
     environment: dict[str, str] = field(default_factory=dict)
     torchrun: bool | None = None
     script: Path = SCRIPT
+    elastic: str = ""
 
     def __post_init__(self) -> None:
         self.mark = uuid.uuid4().hex
         torchrun = self.processes > 1 if self.torchrun is None else self.torchrun
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.processes)] if torchrun else []
+        launcher += shlex.split(self.elastic)
         script = [str(self.script)] if self.fault is None else [str(FAULTY_SCRIPT), self.fault]
         self._files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by wait)
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}

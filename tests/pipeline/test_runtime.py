@@ -38,7 +38,7 @@ def test_actions_run_in_the_order_of_the_list() -> None:
 def test_the_recorder_hears_of_every_action_with_times_that_do_not_overlap() -> None:
     records: list[tuple[Action, float, float]] = []
     (actions,) = one_forward_one_backward(1, 1, 5)
-    PipelineRuntime(_Notebook(), recorder=lambda *record: records.append(record)).run(actions)
+    PipelineRuntime(_Notebook(), recorders=[lambda *record: records.append(record)]).run(actions)
     assert [action for action, _, _ in records] == actions
     moments = [moment for _, begin, end in records for moment in (begin, end)]
     assert moments == sorted(moments)

@@ -33,22 +33,27 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_for_a_save_and_an_interrupt_after_it_ends_at_once(
-    first: signal.Signals, stops: StopRequests, exits: list[int], monkeypatch: pytest.MonkeyPatch
+def test_the_first_signal_asks_for_a_save_and_another_after_it_ends_at_once(
+    first: signal.Signals,
+    second: signal.Signals,
+    stops: StopRequests,
+    exits: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(signals, "_ONE_PRESS", 0.0)
+    monkeypatch.setitem(signals._ONE_REQUEST, second, 0.0)
     assert stops.reason(1) is None
     os.kill(os.getpid(), first)
     wait_for(lambda: stops.received == first)
     assert exits == []
     assert stops.reason(1) == f"received {first.name}"
-    os.kill(os.getpid(), signal.SIGINT)
-    wait_for(lambda: exits == [130])
+    os.kill(os.getpid(), second)
+    wait_for(lambda: exits == [128 + second])
 
 
 def test_one_request_that_comes_twice_is_one(stops: StopRequests, exits: list[int]) -> None:
-    """A launcher passes on what the process's group got as well; and SIGTERM is never impatience."""
+    """A launcher passes on what the process's group got as well."""
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), number)
     wait_for(lambda: stops.received == signal.SIGTERM)
