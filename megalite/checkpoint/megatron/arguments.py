@@ -38,9 +38,10 @@ _HARMLESS = {"--qk-clip", "--use-kitchen-attention", "--decoder-seq-length"}  # 
 
 
 def read_network(arguments: Namespace, where: str) -> ModelConfig:
-    """The resolved network. `where`: the file, for messages. A `CheckpointError` names all flags that can't be honoured.
+    """The resolved network. `where`: the file, for messages.
 
-    An argument that isn't there has its flag's default: older versions had fewer.
+    An argument that isn't there has its flag's default: older versions had fewer. A `CheckpointError` names all flags
+    that can't be honoured.
     """
     missing = [name for name in _NEEDED if not isinstance(getattr(arguments, name, None), int)]
     if missing:
@@ -61,13 +62,9 @@ def read_network(arguments: Namespace, where: str) -> ModelConfig:
 
 
 def _network_fields() -> Iterator[Field]:
-    others = {name for kind in (ExpertFields, LatentFields) for name in kind.__dataclass_fields__}
+    others = {name for kind in (ExpertFields, LatentFields) for name in kind.__dataclass_fields__} | _NOT_OF_A_NETWORK
     for field in honoured_fields():
-        if (
-            field.section == "model"
-            and field.name not in others | _NOT_OF_A_NETWORK
-            and not field.name.startswith("yarn_")
-        ):
+        if field.section == "model" and field.name not in others and not field.name.startswith("yarn_"):
             yield field
 
 

@@ -42,12 +42,13 @@ class Placed(NamedTuple):
 
 
 class Joined:
-    """A logical tensor of rectangles. A `CheckpointError` names it where they aren't of one number format, or not all of
-    it is there."""
+    """A logical tensor of rectangles. A `CheckpointError` names it where they aren't of one number format or don't make
+    up the whole."""
 
     def __init__(self, name: str, parts: Sequence[Placed]):
         self.name, self.parts = name, tuple(parts)
-        self.shape = tuple(map(max, zip(*([a + n for a, n in zip(one.start, one.size, strict=True)] for one in parts))))
+        ends = [[a + n for a, n in zip(one.start, one.size, strict=True)] for one in parts]
+        self.shape = tuple(map(max, zip(*ends, strict=True)))
         formats = {one.source.dtype for one in parts}
         if len(formats) > 1:
             raise CheckpointError(f"{name} has parts of several number formats: {', '.join(sorted(map(str, formats)))}")

@@ -77,11 +77,12 @@ def find_folder(source: Path, step: int | None = None) -> Path:
     if not source.is_dir():
         raise CheckpointError(f"--megatron {source} is not a folder")
     if _is_checkpoint(source):
+        _refuse_ours(source)
         if step is not None:
             raise CheckpointError(f"--ckpt-step {step}: {source} is one checkpoint; give its parent folder")
         return source
-    storage.refuse_other_kind(source, "--megatron")
     folder = source / (_tracked(source) if step is None else storage.directory_name(step))
+    _refuse_ours(folder)
     if not folder.is_dir() or not _is_checkpoint(folder):
         there = sorted(path.name for path in source.iterdir() if path.is_dir() and _is_checkpoint(path))
         raise CheckpointError(
@@ -89,6 +90,11 @@ def find_folder(source: Path, step: int | None = None) -> Path:
             f"{', '.join(there) or 'none'}"
         )
     return folder
+
+
+def _refuse_ours(folder: Path) -> None:
+    if (folder / storage.STATE_FILE).exists():
+        raise CheckpointError(f"{folder} is a checkpoint of megalite: it needs no conversion")
 
 
 def _is_checkpoint(folder: Path) -> bool:

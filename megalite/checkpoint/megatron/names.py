@@ -29,9 +29,8 @@ _OLD = "language_model."
 _OLD_COPY = "word_embeddings_for_head."  # of the embedding, on the last stage
 _CUTS = {
     0: (
-        "word_embeddings.weight",
-        "output_layer.weight",
-        *(f"linear_{n}.{k}" for n in ("qkv", "fc1") for k in ("weight", "bias")),
+        *("word_embeddings.weight", "output_layer.weight"),
+        *("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias"),
     ),
     1: ("linear_proj.weight", "linear_fc2.weight"),
 }

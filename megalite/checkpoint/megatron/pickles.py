@@ -1,8 +1,8 @@
 """Files of `torch.save` that Megatron-LM wrote, read without running anything that they name.
 
-Key idea: a pickle names what shall be called, and torch's restricted unpickler calls only what builds tensors. The other
-names in Megatron-LM's files (its enums, numpy's random states) are of things that no conversion needs. They stand for an
-object that takes anything and does nothing; a name that such files never have is refused.
+Key idea: a pickle names what shall be called, and torch's restricted unpickler calls only what builds tensors. The
+other names in Megatron-LM's files (its enums, numpy's random states) are of things that no conversion needs. They stand
+for an object that takes anything and does nothing; a name that such files never have is refused.
 """
 
 from __future__ import annotations
