@@ -100,7 +100,10 @@ def test_the_command_fails_with_one_line_and_status_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["hf-to-meglite"], "unknown command hf-to-meglite; valid: hf-to-megalite, megalite-to-hf, reshard, inspect"),
+        (
+            ["hf-to-meglite"],
+            "unknown command hf-to-meglite; valid: hf-to-megalite, megatron-to-megalite,",
+        ),
         (["hf-to-megalite", "--hf", "a"], "--save"),
         (["megalite-to-hf", "--load", "a", "--hg", "b"], "--hf"),
         (["reshard", "--load", "a", "--save", "b", "--files", "0"], "--files 0 must be at least 1"),

@@ -63,10 +63,12 @@ def megatron_to_megalite(
         for name, shape in shapes.items()
     ]
     state: dict[str, Any] = {"training": {}, "rng": None, "optimizer_steps": 0, "loss_scaler": {}, "schedule": {}}
-    with storage.first_checkpoint(root, 0, FOLDER) as target:
-        write_shards(target, chunks, single_process_mesh().world)
-        storage.write_documents(target, storage.documents(config, state))
-    return [f"weights after iteration {content.get('iteration', 0)}; optimizer state isn't converted", *notes, *more]
+    with storage.first_checkpoint(root, 0, FOLDER) as new:
+        write_shards(new, chunks, single_process_mesh().world)
+        storage.write_documents(new, storage.documents(config, state))
+    target = root / storage.directory_name(0)
+    begun = f"{target} = {folder}: weights after iteration {content.get('iteration', 0)}, without optimizer state"
+    return [begun, *notes, *more]
 
 
 def find_folder(source: Path, step: int | None = None) -> Path:
@@ -86,7 +88,7 @@ def find_folder(source: Path, step: int | None = None) -> Path:
     if not folder.is_dir() or not _is_checkpoint(folder):
         there = sorted(path.name for path in source.iterdir() if path.is_dir() and _is_checkpoint(path))
         raise CheckpointError(
-            f"{folder} is no checkpoint of Megatron-LM (with .metadata or mp_rank_00); in {source} are "
+            f"{folder} is no checkpoint of Megatron-LM (with .metadata or mp_rank_00); in {source.name} are "
             f"{', '.join(there) or 'none'}"
         )
     return folder

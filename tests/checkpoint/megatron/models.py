@@ -149,7 +149,9 @@ def model_of(args: Namespace, **stage: Any) -> Any:
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter) if parameter.dim() == 1 else 0.05 * torch.randn_like(parameter))
+            parameter.add_(
+                0.1 * torch.randn_like(parameter) if parameter.dim() == 1 else 0.05 * torch.randn_like(parameter)
+            )
     return model.eval()
 
 
@@ -207,7 +209,11 @@ def save_torch_dist(root: Path, args: Namespace, model: Any, *, iteration: int =
 
 def column(name: str) -> bool:
     """Whether tensor-parallel ranks cut a tensor's first dimension."""
-    return name.endswith(("word_embeddings.weight", "output_layer.weight")) or "linear_qkv." in name or "linear_fc1." in name
+    return (
+        name.endswith(("word_embeddings.weight", "output_layer.weight"))
+        or "linear_qkv." in name
+        or "linear_fc1." in name
+    )
 
 
 def cut(name: str, tensor: Tensor, rank: int, tp: int, swiglu: bool) -> Tensor:
