@@ -141,7 +141,7 @@ def test_another_network_is_refused_by_name(
         ("checkpoint_version", 1.0, "checkpoint_version 1.0, whose queries, keys and values are in another order"),
         (
             "model",
-            {"language_model": {"pooler": OrderedDict(a=torch.ones(2))}},
+            {"language_model": {"pooler": {"a": torch.ones(2)}}},
             "lacks embedding.word_embeddings.weight",
         ),
     ],
