@@ -79,17 +79,13 @@ def arguments(case: str, **more: Any) -> Namespace:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """The groups of megatron-core over this process alone; it finds no CUDA, and draws no random numbers."""
+    """The groups of megatron-core over this process alone, without CUDA."""
     from megatron.core import parallel_state
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel()
-        no_generators = Namespace(fork=nullcontext)
-        with (
-            patch("torch.cuda.current_device", return_value="cpu"),
-            patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", return_value=no_generators),
-        ):
+        with no_cuda():
             yield
     finally:
         parallel_state.destroy_model_parallel()
@@ -165,8 +161,20 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
 
 
 @contextmanager
-def without_cuda() -> Iterator[None]:
-    """Saving in megatron-core asks CUDA, and writes in other processes."""
+def no_cuda() -> Iterator[None]:
+    """megatron-core asks CUDA for its device and generators, and moves tied tables to it."""
+    with (
+        patch("torch.cuda.current_device", return_value="cpu"),
+        patch("torch.cuda.synchronize"),
+        patch.object(Tensor, "cuda", lambda tensor: tensor),
+        patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", return_value=Namespace(fork=nullcontext)),
+    ):
+        yield
+
+
+@contextmanager
+def in_this_process() -> Iterator[None]:
+    """megatron-core writes in other processes."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     writer = filesystem_async.FileSystemWriterAsync
@@ -182,7 +190,6 @@ def without_cuda() -> Iterator[None]:
         found.put(written)
 
     with (
-        patch("torch.cuda.synchronize"),
         patch.object(filesystem_async, "_get_write_results_queue", lambda: results),
         patch.object(writer, "write_preloaded_data_multiproc", staticmethod(write)),
     ):
@@ -201,7 +208,7 @@ def save_torch_dist(root: Path, args: Namespace, model: Any, *, iteration: int =
         "iteration": iteration,
         "model": model.sharded_state_dict(metadata=metadata),
     }
-    with without_cuda():
+    with in_this_process():
         dist_checkpointing.save(content, str(folder))
     (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return folder
