@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
 from megalite.checkpoint.errors import CheckpointError, naming
 
@@ -51,7 +51,9 @@ def read_pickle(path: Path) -> dict[str, Any]:
     strange = sorted(name for name in names if not name.startswith(_KNOWN))
     if strange:
         raise CheckpointError(f"{path} is not read: it would run {', '.join(strange)}, which no checkpoint needs")
-    allowed = [Namespace, *((Inert, name) for name in names if name != "argparse.Namespace")]
+    allowed: list[Any] = [(Inert, name) for name in names if name != "argparse.Namespace"]
+    if Namespace not in get_safe_globals():  # the block below takes away what it allowed
+        allowed.append(Namespace)
     try:
         with safe_globals(allowed):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
