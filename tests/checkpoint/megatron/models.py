@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import random
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -200,6 +202,8 @@ def save_torch_dist(root: Path, args: Namespace, model: Any, *, iteration: int =
     """As `--ckpt-format torch_dist`; the folder of the checkpoint."""
     from megatron.core import dist_checkpointing
 
+    key = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
+    moment = dist_checkpointing.ShardedTensor.from_rank_offsets(key, torch.ones(args.hidden_size))
     folder = root / f"iter_{iteration:07d}"
     folder.mkdir(parents=True, exist_ok=True)
     content = {
@@ -207,6 +211,10 @@ def save_torch_dist(root: Path, args: Namespace, model: Any, *, iteration: int =
         "checkpoint_version": 3.0,
         "iteration": iteration,
         "model": model.sharded_state_dict(metadata=metadata),
+        "optimizer": {
+            "state": dist_checkpointing.ShardedTensor.from_rank_offsets(moment, torch.ones(args.hidden_size))
+        },
+        "rng_state": dist_checkpointing.mapping.ShardedObject("rng_state", [random.getstate()], (1,), (0,)),
     }
     with in_this_process():
         dist_checkpointing.save(content, str(folder))
@@ -247,13 +255,14 @@ def save_ranks(root: Path, args: Namespace, model: Any, *, tp: int = 2, pp: int 
     for rank in range(tp):
         for pipeline in range(pp):
             content: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
+            content["optimizer"] = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 1e-3}]}
+            content["rng_state"] = [{"np_rng_state": np.random.RandomState(1).get_state()}]
             for chunk in range(chunks):
                 stage = chunk * pp + pipeline
                 mine = _of_stage(whole, stage, stages, per_stage)
                 content["model" if chunks == 1 else f"model{chunk}"] = {
                     name: cut(name, tensor, rank, tp, getattr(args, "swiglu", False)) for name, tensor in mine.items()
                 } | {"decoder.layers.0.self_attention.linear_proj._extra_state": None}
-            content["rng_state"] = [{"np_rng_state": __import__("numpy").random.RandomState(1).get_state()}]
             path = folder / (f"mp_rank_{rank:02d}" + (f"_{pipeline:03d}" if pp > 1 else "")) / "model_optim_rng.pt"
             path.parent.mkdir(parents=True)
             torch.save(content, path)

@@ -24,6 +24,7 @@ from tests.checkpoint.huggingface import folders
 from tests.checkpoint.logical import found
 from tests.checkpoint.megatron import models
 from tests.checkpoint.megatron.models import CASES, LENGTH, VOCABULARY
+from tests.helpers import load_tool
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -153,3 +154,14 @@ def test_precision_tokenizer_and_rows_come_along(tmp_path: Path) -> None:
     assert config.precision.bf16
     assert (config.tokenizer.tokenizer_type, config.tokenizer.tokenizer_model) == ("HuggingFaceTokenizer", "/nowhere")
     assert (config.model.model_vocab_size, config.model.norm_epsilon) == (VOCABULARY, 1e-4)
+
+
+def test_the_tool_converts_a_run_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = models.arguments("llama")
+    models.save_ranks(tmp_path / "theirs", args, models.model_of(args))
+    tool = load_tool(Path(__file__).resolve().parents[3] / "tools" / "convert_checkpoint.py")
+    words = ["--megatron", str(tmp_path / "theirs"), "--save", str(tmp_path / "ours"), "--ckpt-step", "7"]
+    assert tool.main(["megatron-to-megalite", *words]) == 0
+    there = f"{tmp_path}/ours/iter_0000000 = {tmp_path}/theirs/iter_0000007"
+    assert capsys.readouterr().out == f"{there}: weights after iteration 7, without optimizer state\n"
+    assert found(tmp_path / "ours").iteration == 0
