@@ -211,9 +211,7 @@ def save_torch_dist(root: Path, args: Namespace, model: Any, *, iteration: int =
         "checkpoint_version": 3.0,
         "iteration": iteration,
         "model": model.sharded_state_dict(metadata=metadata),
-        "optimizer": {
-            "state": dist_checkpointing.ShardedTensor.from_rank_offsets(moment, torch.ones(args.hidden_size))
-        },
+        "optimizer": {"state": moment},
         "rng_state": dist_checkpointing.mapping.ShardedObject("rng_state", [random.getstate()], (1,), (0,)),
     }
     with in_this_process():
