@@ -19,9 +19,11 @@ from megalite.config.errors import UserError
 
 def lines(command: str, given: Namespace) -> Iterator[str]:
     """Carry out a command; yields the lines to print."""
+    from megalite.checkpoint.average import average
     from megalite.checkpoint.huggingface import compare, export, load
     from megalite.checkpoint.huggingface.hub import local_folder
     from megalite.checkpoint.inspection import describe_checkpoint, report_lines
+    from megalite.checkpoint.megatron.load import megatron_to_megalite
     from megalite.checkpoint.rewrite import reshard, write_single_file
     from megalite.checkpoint.storage import find_checkpoint
     from megalite.models.whole import build_whole, outputs
@@ -29,6 +31,14 @@ def lines(command: str, given: Namespace) -> Iterator[str]:
     if command == "hf-to-megalite":
         given.hf = Path(local_folder(str(given.hf), given.hub))
         yield from load.huggingface_to_megalite(given.hf, given.save, build_whole, given.ignore_config_field)
+    if command == "megatron-to-megalite":
+        rows = given.model_vocab_size
+        yield from megatron_to_megalite(given.megatron, given.save, build_whole, step=given.ckpt_step, vocab_size=rows)
+        return
+    if command == "average":
+        averaged = average(given.load, given.steps, given.save)
+        yield f"{averaged} = average of iterations {', '.join(map(str, sorted(given.steps)))}"
+        return
     root = given.save if command == "hf-to-megalite" else given.load
     checkpoint = find_checkpoint(root, vars(given).get("ckpt_step"))
     if checkpoint is None:

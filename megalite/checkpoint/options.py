@@ -15,10 +15,15 @@ from megalite.config.schema_finetune import HUBS
 
 COMMANDS = {
     "hf-to-megalite": "Read the Hugging Face folder --hf, write a checkpoint of iteration 0 into --save.",
+    "megatron-to-megalite": "Read a checkpoint of Megatron-LM, write a checkpoint of iteration 0 into --save. "
+    "--megatron is the folder of a run, or of one checkpoint in it, in the format torch_dist or torch (mp_rank_XX), of "
+    "any layout. The network comes from the args that it holds. Weights are converted, optimizer state is not.",
     "megalite-to-hf": "Read a checkpoint of any layout, write the Hugging Face folder --hf. A checkpoint of --task "
     "classification becomes a classifier (ForSequenceClassification).",
     "reshard": "Copy a checkpoint into another number of files. All values and the optimizer state stay the same; each "
     "tensor is written in one piece. You don't need this to change the layout: every checkpoint loads at every layout.",
+    "average": "Write the average of the weights of several checkpoints of a run. Sums are in fp64; each tensor keeps "
+    "its number format. All else is the last one's; optimizer state is left out.",
     "inspect": "Print what a checkpoint holds. Iteration, network, layout, number format, every parameter, sizes; no "
     "tensor is read, so it is fast.",
     "to-torch": "Write a checkpoint's parameters into one file. Tensors are whole, in the checkpoint's number format, "
@@ -47,8 +52,9 @@ def usage() -> str:
 def parser(command: str) -> FlagParser:
     """The flags of one command."""
     flags = FlagParser(f"convert_checkpoint.py {command}", COMMANDS[command])
-    if command != "hf-to-megalite":
+    if command not in ("hf-to-megalite", "megatron-to-megalite"):
         flags.add_argument("--load", required=True, type=Path, metavar="DIR", help="folder of a run's checkpoints")
+    if command not in ("hf-to-megalite", "average"):
         flags.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
     if command in ("hf-to-megalite", "megalite-to-hf"):
         flags.add_argument("--hf", required=True, type=Path, metavar="DIR", help="Hugging Face folder")
@@ -56,7 +62,14 @@ def parser(command: str) -> FlagParser:
         flags.add_argument("--no-compare", action="store_true", help=compare)
     if command == "hf-to-megalite":
         add_folder_flags(flags.add_argument)
-    if command in ("hf-to-megalite", "reshard"):
+    if command == "megatron-to-megalite":
+        flags.add_argument("--megatron", required=True, type=Path, metavar="DIR", help="folder of Megatron-LM")
+        rows = "rows of the embedding without padding (default: as many as the checkpoint's tokenizer has ids)"
+        flags.add_argument("--model-vocab-size", type=int, metavar="N", help=rows)
+    if command == "average":
+        steps = "iterations to average, at least two"
+        flags.add_argument("--steps", required=True, type=int, nargs="+", metavar="N", help=steps)
+    if command in ("hf-to-megalite", "megatron-to-megalite", "average", "reshard"):
         flags.add_argument("--save", required=True, type=Path, metavar="DIR", help="new folder for the checkpoint")
     if command == "reshard":
         files = "number of data files to write, at most one per tensor (default: 1)"
@@ -85,4 +98,6 @@ def read_options(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
     given, _ = parse_namespace(parser(command), words)
     if command == "reshard" and given.files < 1:
         raise FlagError(f"--files {given.files} must be at least 1")
+    if command == "average" and (len(given.steps) < 2 or len(set(given.steps)) < len(given.steps)):
+        raise FlagError(f"--steps {' '.join(map(str, given.steps))}: give two iterations or more, each once")
     return command, given

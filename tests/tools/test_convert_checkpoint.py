@@ -88,6 +88,16 @@ def test_one_file_and_other_files_hold_the_same_tensors(
     folders.assert_equal(everything, weights | state)
 
 
+def test_an_average_has_the_last_iterations_number(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (10, 20):
+        save_tiny(tmp_path / "run", iteration=step)
+    words = ["--load", str(tmp_path / "run"), "--save", str(tmp_path / "new"), "--steps", "20", "10"]
+    assert tool.main(["average", *words]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/new/iter_0000020 = average of iterations 10, 20\n"
+
+
 def test_the_command_fails_with_one_line_and_status_1(tmp_path: Path) -> None:
     arguments = ["hf-to-megalite", "--hf", str(tmp_path / "nowhere"), "--save", str(tmp_path / "run")]
     done = call_script(SCRIPT, *arguments)
@@ -100,10 +110,15 @@ def test_the_command_fails_with_one_line_and_status_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["hf-to-meglite"], "unknown command hf-to-meglite; valid: hf-to-megalite, megalite-to-hf, reshard, inspect"),
+        (
+            ["hf-to-meglite"],
+            "unknown command hf-to-meglite; valid: hf-to-megalite, megatron-to-megalite,",
+        ),
         (["hf-to-megalite", "--hf", "a"], "--save"),
         (["megalite-to-hf", "--load", "a", "--hg", "b"], "--hf"),
         (["reshard", "--load", "a", "--save", "b", "--files", "0"], "--files 0 must be at least 1"),
+        (["average", "--load", "a", "--save", "b", "--steps", "3", "3"], "--steps 3 3: give two iterations or more"),
+        (["megatron-to-megalite", "--hf", "a", "--save", "b"], "--megatron"),
     ],
 )
 def test_bad_flags_are_named(tool: ModuleType, arguments: list[str], message: str) -> None:

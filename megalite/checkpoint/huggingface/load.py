@@ -90,7 +90,7 @@ def huggingface_to_megalite(source: Path, root: Path, build: BuildModel, ignored
         weights = LogicalWeights(found.architecture, files, shapes, str(source))
         repeated = weights.check_tied_output(not found.model.untie_embeddings_and_output_weights)
         refuse_unused(str(source), [name for name in weights.unused() if name != repeated])
-        config.precision = _precision(weights.dtype(EMBEDDING))
+        config.precision = precision_of(weights.dtype(EMBEDDING))
         chunks = [
             whole_chunk(f"model.{name}", shape, weights.dtype(name), partial(weights.read_whole, name))
             for name, shape in shapes.items()
@@ -105,6 +105,7 @@ def huggingface_to_megalite(source: Path, root: Path, build: BuildModel, ignored
     return found.notes
 
 
-def _precision(dtype: torch.dtype) -> PrecisionConfig:
+def precision_of(dtype: torch.dtype) -> PrecisionConfig:
+    """The precision of a run whose parameters are of `dtype`."""
     bf16, fp16, fp64 = (dtype == other for other in (torch.bfloat16, torch.float16, torch.float64))
     return PrecisionConfig(bf16=bf16, fp16=fp16, fp64=fp64)
