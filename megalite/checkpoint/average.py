@@ -17,11 +17,12 @@ from megalite.checkpoint import storage
 from megalite.checkpoint.checkpoint import read_checkpoint_config
 from megalite.checkpoint.errors import CheckpointError, naming
 from megalite.checkpoint.huggingface.travel import FOLDER, read_small_files, write_small_files
-from megalite.checkpoint.metadata import Index, TensorInfo, check_files, read_index
+from megalite.checkpoint.index import check_files, read_index
 from megalite.checkpoint.planner import whole_chunk
 from megalite.checkpoint.rewrite import read_logical
 from megalite.checkpoint.shards import write_shards
 from megalite.checkpoint.storage import CheckpointDirectory
+from megalite.checkpoint.stored import Index, TensorInfo
 from megalite.config.errors import listed
 from megalite.distributed.mesh import single_process_mesh
 

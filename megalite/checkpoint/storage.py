@@ -328,7 +328,9 @@ def _newest(root: Path, found: dict[int, Path]) -> CheckpointDirectory:
     except OSError as error:
         wrong = f"{path}: {reason(error)}"
     if text == "release":
-        raise CheckpointError(f"{path} says release (converted weights of Megatron-LM), which is not supported")
+        raise CheckpointError(
+            f"{path} says release: of Megatron-LM; read it with convert_checkpoint.py megatron-to-megalite"
+        )
     tracked = int(text) if text.isascii() and text.isdigit() else None
     if tracked is not None:
         folder = found.get(tracked, root / directory_name(tracked))

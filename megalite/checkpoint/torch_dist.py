@@ -1,4 +1,4 @@
-"""Checkpoints in the format of torch.distributed.checkpoint (DCP), read: those of older versions.
+"""Checkpoints in the format of torch.distributed.checkpoint (DCP), read: those of older versions and Megatron-LM's.
 
 Key idea: DCP keeps its index in `.metadata`, a pickle, and a pickle can run any code. So it's read with an unpickler
 that knows the index's own classes and nothing else. A chunk is a small uncompressed zip archive that `torch.save` made;
@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -66,7 +67,9 @@ class ArchivedChunk(StoredChunk):
         return file.seek(name_and_padding, os.SEEK_CUR), record.CRC
 
 
-class _IndexUnpickler(pickle.Unpickler):
+class IndexUnpickler(pickle.Unpickler):
+    """Knows the names that an index of ours has, and no others."""
+
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
@@ -75,15 +78,22 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a checkpoint's index never does")
 
 
-def read_index(directory: Path) -> Index:
-    """The index of the checkpoint in `directory`. Raises `CheckpointError` where it is missing, damaged or hostile."""
+def read_index(
+    directory: Path,
+    unpickler: type[IndexUnpickler] = IndexUnpickler,
+    wanted: Callable[[str, object], bool] = lambda key, entry: True,
+) -> Index:
+    """The index of the checkpoint in `directory`, of the entries that are `wanted`, which must be tensors. Raises
+    `CheckpointError` where it is missing, damaged or hostile."""
     path, index = directory / INDEX_FILE, Index({}, {})
     try:
         with path.open("rb") as file:
-            metadata = _IndexUnpickler(file).load()
+            metadata = unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
         for key, entry in metadata.state_dict_metadata.items():
+            if not wanted(key, entry):
+                continue
             if not isinstance(entry, TensorStorageMetadata):
                 raise TypeError(f"{key} is not a tensor")
             index.tensors[key] = TensorInfo(tuple(entry.size), entry.properties.dtype)

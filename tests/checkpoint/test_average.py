@@ -10,7 +10,7 @@ import torch
 from megalite.checkpoint import storage
 from megalite.checkpoint.average import average
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.metadata import read_index
+from megalite.checkpoint.index import read_index
 from megalite.checkpoint.rewrite import read_logical
 from megalite.config.schema import PrecisionConfig
 from megalite.nn.module import named_specs

@@ -78,8 +78,8 @@ def find_folder(source: Path, step: int | None = None) -> Path:
     """
     if not source.is_dir():
         raise CheckpointError(f"--megatron {source} is not a folder")
+    _refuse_ours(source)
     if _is_checkpoint(source):
-        _refuse_ours(source)
         if step is not None:
             raise CheckpointError(f"--ckpt-step {step}: {source} is one checkpoint; give its parent folder")
         return source

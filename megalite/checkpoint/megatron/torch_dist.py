@@ -16,23 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorProperties
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorProperties
 
-from megalite.checkpoint.errors import CheckpointError, reason
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.index import check_files
 from megalite.checkpoint.megatron.joined import Joined, Slices, Source, join, one
 from megalite.checkpoint.megatron.names import EXTRA, our_name
 from megalite.checkpoint.megatron.pickles import Inert, read_arguments, read_pickle
-from megalite.checkpoint.metadata import (
-    INDEX_FILE,
-    Index,
-    TensorInfo,
-    _IndexUnpickler,
-    _stored_chunks,
-    check_files,
-)
 from megalite.checkpoint.planner import plan_reads
 from megalite.checkpoint.shards import read_shards
 from megalite.checkpoint.storage import read_json
+from megalite.checkpoint.stored import Index
+from megalite.checkpoint.torch_dist import INDEX_FILE, IndexUnpickler, read_index
 from megalite.distributed.param_spec import Box, ParamSpec
 from megalite.distributed.pieces import whole
 
@@ -44,7 +39,7 @@ _OF_WRITERS = ("torch.distributed.checkpoint.planner", "megatron.core.dist_check
 _OLD_PROPERTIES = "torch.distributed._shard.sharded_tensor.metadata"
 
 
-class _Unpickler(_IndexUnpickler):
+class _Unpickler(IndexUnpickler):
     """Takes the plans of a save for an object that does nothing; older versions of torch had a class elsewhere."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -86,19 +81,11 @@ def read_torch_dist(folder: Path) -> tuple[dict[str, Any], Namespace, dict[str, 
 
 def _model_index(folder: Path) -> Index:
     """Of the model's tensors alone."""
-    path, index = folder / INDEX_FILE, Index({}, {})
-    try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"it holds a {type(metadata).__name__}")
-        for key, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, BytesStorageMetadata) and not _NOT_MODEL.fullmatch(key) and EXTRA not in key:
-                index.tensors[key] = TensorInfo(tuple(entry.size), entry.properties.dtype)
-                index.chunks[key] = _stored_chunks(key, entry, metadata.storage_data)
-    except Exception as error:  # damaged bytes can make an unpickler raise anything
-        raise CheckpointError(f"{path} is not a checkpoint's index: {reason(error)}") from error
-    return index
+
+    def wanted(key: str, entry: object) -> bool:
+        return not (isinstance(entry, BytesStorageMetadata) or _NOT_MODEL.fullmatch(key) or EXTRA in key)
+
+    return read_index(folder, _Unpickler, wanted)
 
 
 def _tensors(folder: Path, index: Index) -> Iterator[tuple[str, Joined]]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.checkpoint import load_checkpoint, read_checkpoint_config
+from megalite.checkpoint.index import read_index
 from megalite.checkpoint.megatron.load import megatron_to_megalite
-from megalite.checkpoint.metadata import read_index
 from megalite.checkpoint.rewrite import read_logical
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.pieces import whole
