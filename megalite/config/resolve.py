@@ -38,6 +38,15 @@ def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
     return world_size // model_parallel if model_parallel > 0 and world_size % model_parallel == 0 else 0
 
 
+def most_copies(layout: LayoutConfig, world_size: int) -> int:
+    """Ranks that share out the parameters of which there are most copies: the dense ones or the experts. 0 where the
+    sizes don't divide the world."""
+    ranks = data_parallel_size(layout, world_size) * layout.context_parallel_size
+    tensor = layout.tensor_model_parallel_size
+    grid = layout.expert_model_parallel_size * (layout.expert_tensor_parallel_size or tensor)
+    return max(ranks, ranks * tensor // max(grid, 1))
+
+
 def context_exchange(layout: LayoutConfig) -> str:
     """What context-parallel ranks exchange, in every layer."""
     return (layout.cp_comm_type or ["p2p"])[0]
@@ -68,14 +77,14 @@ def drop_idle(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]
         idle["with --tensor-model-parallel-size 1"] = ["layout.sequence_parallel"]
     if config.layout.context_parallel_size == 1:
         idle["with --context-parallel-size 1"] = ["layout.cp_comm_type", "layout.hierarchical_context_parallel_sizes"]
-        if data_parallel_size(config.layout, world_size) == 1:
-            idle["with one data-parallel rank"] = [
-                "layout.use_distributed_optimizer",
-                "layout.data_parallel_sharding_strategy",
-                "layout.overlap_grad_reduce",
-                "layout.overlap_param_gather",
-                "layout.ddp_bucket_size",
-            ]
+    if most_copies(config.layout, world_size) == 1:
+        idle["with one data-parallel rank"] = [
+            "layout.use_distributed_optimizer",
+            "layout.data_parallel_sharding_strategy",
+            "layout.overlap_grad_reduce",
+            "layout.overlap_param_gather",
+            "layout.ddp_bucket_size",
+        ]
     fields, copied, lines = all_fields(), copy.deepcopy(config), []
     for why, paths in idle.items():
         for path in paths:

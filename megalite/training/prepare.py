@@ -144,8 +144,14 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
         notes = [*notes, *tokenizer_notes(config, tokenizer)]
         folder, adapted = config.finetune.load_hf, config.peft.peft != "none"
-        if folder is not None or adapted:
+        upcycled = config.model.moe_use_upcycling
+        if folder is not None or adapted or upcycled:
             found, weights_only = resume.locate(config.checkpoint)
+            if upcycled and folder is None and found is None:
+                raise FlagError(
+                    f"--moe-use-upcycling: --load {config.checkpoint.load} holds no checkpoint, so the experts have no "
+                    "dense model to start from: give it with --pretrained-checkpoint or --load-hf"
+                )
             if folder is not None and (adapted or found is None):
                 refuse(check_base_weights(folder))
             if adapted and found is not None:

@@ -110,8 +110,7 @@ def memory_by_domain(
             _local_parameters(stages, domain),
             activations=activations if domain is DENSE else 0,
             frozen=_local_parameters(stages, domain, frozen=True),
-            # Where no data ranks share the dense ones, nothing is shared out.
-            ranks=1 if mesh.dp_cp.size == 1 else mesh.along(domain.data_axes).size,
+            ranks=mesh.along(domain.data_axes).size,
             fp8=fp8 if domain is DENSE else 0,
         )
         for domain in DOMAINS

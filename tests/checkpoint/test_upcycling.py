@@ -14,7 +14,9 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.upcycling import of_dense
 from megalite.config.entry import fill_from_base_model
 from megalite.config.errors import FlagError
+from megalite.config.resolve import resolve
 from megalite.config.schema import PrecisionConfig, RunConfig, TokenizerConfig
+from megalite.distributed.launch import Environment
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pieces import Piece, gather, whole
@@ -22,6 +24,7 @@ from megalite.distributed.pool import ProcessPool
 from megalite.models.whole import outputs
 from megalite.nn.module import named_specs
 from megalite.training.base_model import read_base_model
+from megalite.training.prepare import prepare_config
 from tests.checkpoint.huggingface import folders
 from tests.checkpoint.logical import found
 from tests.helpers import FP64, LLAMA, specs_and_values, tiny_config, tiny_model, tiny_tokens
@@ -104,6 +107,13 @@ def test_runs_start_from_a_checkpoint_and_go_on_with_their_own(tmp_path: Path) -
         build(adapter_config("none", load=dense, **experts))
     with pytest.raises(CheckpointError, match="has experts already: leave out --moe-use-upcycling"):
         build(adapter_config("none", load=own, finetune=True, **experts))
+
+
+@pytest.mark.parametrize("more", [{}, {"finetune": True}])
+def test_a_folder_without_a_checkpoint_is_refused(more: dict[str, Any], tmp_path: Path) -> None:
+    config = adapter_config("none", load=str(tmp_path), num_experts=4, moe_use_upcycling=True, **more)
+    with pytest.raises(FlagError, match="holds no checkpoint, so the experts have no dense model to start from"):
+        prepare_config(resolve(config, 1), Environment())
 
 
 def test_a_hugging_face_folder_is_upcycled(tmp_path: Path) -> None:
