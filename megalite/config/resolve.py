@@ -155,23 +155,24 @@ def expert_layers(model: ModelConfig) -> list[bool]:
     if model.num_experts is None:
         return [False] * layers
     text = model.moe_layer_freq.strip().strip("'\"")
-    if text.isdigit() and int(text) > 0:
+    if text.isdecimal() and int(text) > 0:
         return [number % int(text) == 0 for number in range(layers)]
-    pattern = _layer_pattern(text)
-    if len(pattern) != layers:
-        raise ValueError(f"{text} is about {len(pattern)} layers, but --num-layers is {layers}")
-    return pattern
+    terms = _layer_terms(text)
+    count = sum(len(flags) * times for flags, times in terms)
+    if count != layers:  # before the list is made: it may be longer than memory
+        raise ValueError(f"{text} is about {count} layers, but --num-layers is {layers}")
+    return [flag for flags, times in terms for flag in flags * times]
 
 
-def _layer_pattern(text: str) -> list[bool]:
-    """Of lists of 0 and 1 that are repeated (*) and joined (+), such as [0]*3+[1]*58."""
-    pattern: list[bool] = []
+def _layer_terms(text: str) -> list[tuple[list[bool], int]]:
+    """Lists of 0 and 1, each with how often it is repeated (*); they are joined (+), such as [0]*3+[1]*58."""
+    terms: list[tuple[list[bool], int]] = []
     for term in "".join(text.split()).split("+"):
         found = re.fullmatch(r"\(?\[([01](?:,[01])*)\](?:\*(\d+))?\)?(?:\*(\d+))?", term)
         if found is None:
             raise ValueError(f"{text} must be a number above 0, or lists of 0 and 1 such as [0]*3+[1]*58")
-        pattern += [digit == "1" for digit in found[1].split(",")] * int(found[2] or 1) * int(found[3] or 1)
-    return pattern
+        terms.append(([digit == "1" for digit in found[1].split(",")], int(found[2] or 1) * int(found[3] or 1)))
+    return terms
 
 
 def _resolve_model(config: RunConfig) -> None:
