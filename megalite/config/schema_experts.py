@@ -71,6 +71,7 @@ ONLY_TRAINING = frozenset(
     for name in (
         *("router_load_balancing_type", "aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate"),
         *("input_jitter_eps", "router_dtype", "token_dispatcher_type", "per_layer_logging", "use_upcycling"),
+        *("expert_capacity_factor", "token_drop_policy"),  # generation drops no token
     )
 )
 """Fields that don't decide what a trained network computes; but sinkhorn, a way of choosing, does."""

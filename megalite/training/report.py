@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from megalite.config.errors import FlagError
+from megalite.config.resolve import context_exchange
 from megalite.config.schema import RunConfig
 from megalite.data.gpt_dataset import Datasets
 from megalite.distributed.collectives import all_gather_objects
@@ -181,6 +182,11 @@ def _layout_line(config: RunConfig, mesh: Mesh, threads: int) -> str:
     layout = mesh.layout
     sizes = f"TP {layout.tp} x PP {layout.pp} x DP {layout.dp} x CP {layout.cp} = {layout.world_size} processes"
     extra = ", sequence parallel" if layout.sequence_parallel else ""
+    if layout.cp > 1:
+        extra += f", {context_exchange(config.layout)} between context-parallel ranks"
+    if config.model.num_experts is not None:
+        by = f" by {config.model.moe_token_dispatcher_type}" if layout.ep * layout.etp > 1 else ""
+        extra += f", experts EP {layout.ep} x ETP {layout.etp} x DP {layout.edp}{by}"
     if layout.pp > 1:
         extra += f", schedule {config.layout.pipeline_schedule}"
     if config.layout.data_parallel_sharding_strategy != "no_shard":

@@ -131,12 +131,14 @@ def test_a_hugging_face_folder_is_upcycled(tmp_path: Path) -> None:
     run.close()
 
 
-def test_balancing_is_the_runs_choice_beside_a_folder_with_experts() -> None:
+def test_balancing_and_capacity_are_the_runs_choice_beside_a_folder_with_experts() -> None:
     config = RunConfig()
     config.finetune.load_hf, config.model.moe_aux_loss_coeff = "folder", [0.01]
-    given = {"model.moe_aux_loss_coeff", "model.moe_router_load_balancing_type"}
+    config.model.moe_expert_capacity_factor = 1.5
+    given = {f"model.moe_{name}" for name in ("aux_loss_coeff", "router_load_balancing_type", "expert_capacity_factor")}
     fill_from_base_model(config, tiny_config(**EXPERTS), TokenizerConfig(), None, given)
     assert (config.model.moe_aux_loss_coeff, config.model.num_experts) == ([0.01], 4)
+    assert config.model.moe_expert_capacity_factor == 1.5
     config.model.moe_router_load_balancing_type, config.model.moe_aux_loss_coeff = ["sinkhorn"], None
     with pytest.raises(FlagError, match="sinkhorn can't be used with --load-hf"):
         fill_from_base_model(config, tiny_config(**EXPERTS), TokenizerConfig(), None, given)
