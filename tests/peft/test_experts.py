@@ -165,7 +165,8 @@ def test_an_adapter_that_is_saved_comes_back_bitwise(monkeypatch: pytest.MonkeyP
     for parameter in trained.values():
         torch.nn.init.normal_(parameter.data)
     assert plan.work(head=False).matmul == sum(p.numel() for p in trained.values())
-    plan.save(str(tmp_path / "saved"), [whole(*entry) for entry in named_specs(model) if entry[0] in trained], mesh)
+    pieces = [whole(*entry) for entry in named_specs(model) if entry[0] in trained]
+    plan.stage(str(tmp_path / "saved"), pieces, mesh)(mesh.world)
 
     again = plan_adapter(replace(config.peft, load_adapter=str(tmp_path / "saved")), config.model, 131, mesh.world)
     assert again.scales == plan.scales
