@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -109,7 +109,7 @@ def merge_checkpoint(
             shape, dtype = files.stored[name].shape, files.stored[name].dtype
             if dtype is None:
                 raise CheckpointError(f"{base}: the number format of {name} is not supported")
-            by_file.setdefault(file, []).append(Entry(name, shape, dtype, lambda name=name: value(name)))
+            by_file.setdefault(file, []).append(Entry(name, shape, dtype, partial(value, name)))
         write_weights(temporary, by_file)
         kept = read_small_files(source.path.parent / FOLDER)
         write_small_files(temporary, laid_over(read_small_files(base), kept))
