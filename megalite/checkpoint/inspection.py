@@ -18,11 +18,11 @@ from megalite.checkpoint.planner import STATE_PREFIX
 from megalite.checkpoint.storage import CheckpointDirectory
 from megalite.checkpoint.stored import TensorInfo
 from megalite.config.resolve import expert_layers, head_widths
-from megalite.config.schema import ROTARY, ModelConfig
+from megalite.config.schema import ROTARY, ModelConfig, RunConfig
 from megalite.precision.policy import Precision
 
 _PREFIX = "model."
-_SHORT = {"TP": "tensor_model", "PP": "pipeline_model", "CP": "context", "EP": "expert_model"}
+_SHORT = {"TP": "tensor_model", "PP": "pipeline_model", "CP": "context", "EP": "expert_model", "ETP": "expert_tensor"}
 _COUNTERS = ("consumed_samples", "consumed_tokens", "skipped")
 _LAYOUT = (
     "tensor_model_parallel_size",
@@ -62,7 +62,7 @@ def describe_checkpoint(source: CheckpointDirectory) -> dict[str, Any]:
         "task": task if peft == "none" else f"{task}, --peft {peft}: only the adapter, not the frozen model",
         "classes": config.finetune.class_names,
         "precision": Precision.from_config(config.precision).name,
-        "layout": {name: getattr(config.layout, name) for name in _LAYOUT},
+        "layout": _layout(config),
         "parameters": sorted(parameters, key=lambda entry: _numbered(entry["name"])),
         "optimizer_state": _optimizer_state(tensors),
         "total_parameters": sum(entry["number"] for entry in parameters),
@@ -70,6 +70,14 @@ def describe_checkpoint(source: CheckpointDirectory) -> dict[str, Any]:
         "data_files": len(index.files),
         "bytes_on_disk": sum(file.stat().st_size for file in source.path.iterdir() if file.is_file()),
     }
+
+
+def _layout(config: RunConfig) -> dict[str, Any]:
+    """`expert_tensor_parallel_size`: None without experts."""
+    layout, experts = config.layout, config.model.num_experts is not None
+    tensor = layout.expert_tensor_parallel_size or layout.tensor_model_parallel_size
+    values = {name: getattr(layout, name) for name in _LAYOUT}
+    return {**values, "expert_tensor_parallel_size": tensor if experts else None}
 
 
 def _numbered(name: str) -> list[tuple[int, str]]:
@@ -132,7 +140,8 @@ def _experts(model: ModelConfig) -> str:
 def report_lines(facts: dict[str, Any]) -> Iterator[str]:
     """What `describe_checkpoint` found, as lines for people."""
     layout = facts["layout"]
-    saved_at = [" x ".join(f"{name} {layout[f'{long}_parallel_size']}" for name, long in _SHORT.items())]
+    sizes = {name: layout[f"{long}_parallel_size"] for name, long in _SHORT.items()}
+    saved_at = [" x ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)]
     saved_at += ["sequence parallel"] if layout["sequence_parallel"] else []
     saved_at += [f"sharding {layout['data_parallel_sharding_strategy'] or 'no_shard'}"]
     yield facts["path"]

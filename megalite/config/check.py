@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.check_experts import expert_problems
+from megalite.config.check_experts import expert_problems, idle_of_experts
 from megalite.config.check_finetune import finetune_problems, idle_beside_sft_data
 from megalite.config.check_latent import multi_token_problems
 from megalite.config.check_network import idle_scaling, layout_problems, model_problems
@@ -83,12 +83,9 @@ def _idle_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
         yield "without --tensorboard-dir", ["logging.tensorboard_log_interval", "logging.log_memory_to_tensorboard"]
         if config.logging.metrics_file is None:
             yield "without --metrics-file or --tensorboard-dir", ["logging.log_fp8_stats"]
-    if config.model.moe_expert_capacity_factor is None:
-        yield "without --moe-expert-capacity-factor", ["model.moe_token_drop_policy"]
-    if not config.model.moe_router_enable_expert_bias:
-        yield "without --moe-router-enable-expert-bias", ["model.moe_router_bias_update_rate"]
-    if config.model.moe_router_score_function == "sigmoid":
-        yield "with --moe-router-score-function sigmoid", ["model.moe_router_pre_softmax"]
+    yield from idle_of_experts(config)
+    if config.model.mtp_loss_scaling_factor == 0:
+        yield "with --mtp-loss-scaling-factor 0: these layers learn nothing", ["model.mtp_num_layers"]
     if not config.logging.profile:
         yield "without --profile", ["logging.profile_step_start", "logging.profile_step_end"]
     for name, users in idle_scaling(config.model).items():

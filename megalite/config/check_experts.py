@@ -35,13 +35,35 @@ def expert_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     if model.num_layers is not None:
         try:
-            expert_layers(model)
+            if not any(expert_layers(model)):
+                yield f"--moe-layer-freq {model.moe_layer_freq} leaves no layer for the experts of {flag}"
         except ValueError as error:
             yield f"--moe-layer-freq: {error}"
     yield from _upcycling_problems(config)
     yield from _router_problems(config)
     yield from _balancing_problems(config)
     yield from _grid_problems(config, world_size)
+
+
+def idle_of_experts(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
+    """Why settings of experts can't matter beside the others, and which."""
+    model, layout = config.model, config.layout
+    if model.moe_expert_capacity_factor is None:
+        yield "without --moe-expert-capacity-factor", ["model.moe_token_drop_policy"]
+    if not model.moe_router_enable_expert_bias:
+        yield "without --moe-router-enable-expert-bias", ["model.moe_router_bias_update_rate"]
+    if model.moe_router_score_function == "sigmoid":
+        yield "with --moe-router-score-function sigmoid", ["model.moe_router_pre_softmax"]
+    if (
+        layout.expert_model_parallel_size * (layout.expert_tensor_parallel_size or layout.tensor_model_parallel_size)
+        == 1
+    ):
+        yield "where every rank holds all experts", ["model.moe_token_dispatcher_type"]
+    without = [kind for kind, weight in balancing(model).items() if kind in _LOSSES and not weight]
+    if without and not any(balancing(model).values()):
+        yield "without --moe-aux-loss-coeff above 0", ["model.moe_router_load_balancing_type"]
+    elif without:
+        yield f"on {', '.join(without)}, whose weight is 0", ["model.moe_aux_loss_coeff"]
 
 
 def _upcycling_problems(config: RunConfig) -> Iterator[str]:

@@ -155,7 +155,10 @@ def _target_problems(config: RunConfig) -> Iterator[str]:
     folders = {"--save-adapter": config.peft.save_adapter, "--save-best-adapter": config.peft.save_best_adapter}
     for flag, folder in folders.items() if of_experts else ():
         if folder is not None:
-            yield f"{flag} {folder} with --lora-target-modules {of_experts[0]}: only checkpoints (--save) hold it"
+            yield (
+                f"{flag} {folder} with --lora-target-modules {of_experts[0]}: only checkpoints (--save) hold it, and "
+                "tools/merge_adapter.py --load merges it"
+            )
     if of_experts and config.peft.lora_dropout:
         yield f"--lora-dropout {config.peft.lora_dropout} with --lora-target-modules {of_experts[0]} must be 0"
     for whole, parts in _FUSED.items():

@@ -38,6 +38,15 @@ def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
     return world_size // model_parallel if model_parallel > 0 and world_size % model_parallel == 0 else 0
 
 
+def most_copies(layout: LayoutConfig, world_size: int) -> int:
+    """Ranks that share out the parameters of which there are most copies: the dense ones or the experts. 0 where the
+    sizes don't divide the world."""
+    ranks = data_parallel_size(layout, world_size) * layout.context_parallel_size
+    tensor = layout.tensor_model_parallel_size
+    grid = layout.expert_model_parallel_size * (layout.expert_tensor_parallel_size or tensor)
+    return max(ranks, ranks * tensor // max(grid, 1))
+
+
 def context_exchange(layout: LayoutConfig) -> str:
     """What context-parallel ranks exchange, in every layer."""
     return (layout.cp_comm_type or ["p2p"])[0]
@@ -68,14 +77,14 @@ def drop_idle(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]
         idle["with --tensor-model-parallel-size 1"] = ["layout.sequence_parallel"]
     if config.layout.context_parallel_size == 1:
         idle["with --context-parallel-size 1"] = ["layout.cp_comm_type", "layout.hierarchical_context_parallel_sizes"]
-        if data_parallel_size(config.layout, world_size) == 1:
-            idle["with one data-parallel rank"] = [
-                "layout.use_distributed_optimizer",
-                "layout.data_parallel_sharding_strategy",
-                "layout.overlap_grad_reduce",
-                "layout.overlap_param_gather",
-                "layout.ddp_bucket_size",
-            ]
+    if most_copies(config.layout, world_size) == 1:
+        idle["with one data-parallel rank"] = [
+            "layout.use_distributed_optimizer",
+            "layout.data_parallel_sharding_strategy",
+            "layout.overlap_grad_reduce",
+            "layout.overlap_param_gather",
+            "layout.ddp_bucket_size",
+        ]
     fields, copied, lines = all_fields(), copy.deepcopy(config), []
     for why, paths in idle.items():
         for path in paths:
@@ -146,23 +155,24 @@ def expert_layers(model: ModelConfig) -> list[bool]:
     if model.num_experts is None:
         return [False] * layers
     text = model.moe_layer_freq.strip().strip("'\"")
-    if text.isdigit() and int(text) > 0:
+    if text.isdecimal() and int(text) > 0:
         return [number % int(text) == 0 for number in range(layers)]
-    pattern = _layer_pattern(text)
-    if len(pattern) != layers:
-        raise ValueError(f"{text} is about {len(pattern)} layers, but --num-layers is {layers}")
-    return pattern
+    terms = _layer_terms(text)
+    count = sum(len(flags) * times for flags, times in terms)
+    if count != layers:  # before the list is made: it may be longer than memory
+        raise ValueError(f"{text} is about {count} layers, but --num-layers is {layers}")
+    return [flag for flags, times in terms for flag in flags * times]
 
 
-def _layer_pattern(text: str) -> list[bool]:
-    """Of lists of 0 and 1 that are repeated (*) and joined (+), such as [0]*3+[1]*58."""
-    pattern: list[bool] = []
+def _layer_terms(text: str) -> list[tuple[list[bool], int]]:
+    """Lists of 0 and 1, each with how often it is repeated (*); they are joined (+), such as [0]*3+[1]*58."""
+    terms: list[tuple[list[bool], int]] = []
     for term in "".join(text.split()).split("+"):
         found = re.fullmatch(r"\(?\[([01](?:,[01])*)\](?:\*(\d+))?\)?(?:\*(\d+))?", term)
         if found is None:
             raise ValueError(f"{text} must be a number above 0, or lists of 0 and 1 such as [0]*3+[1]*58")
-        pattern += [digit == "1" for digit in found[1].split(",")] * int(found[2] or 1) * int(found[3] or 1)
-    return pattern
+        terms.append(([digit == "1" for digit in found[1].split(",")], int(found[2] or 1) * int(found[3] or 1)))
+    return terms
 
 
 def _resolve_model(config: RunConfig) -> None:

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config.schema_field import ABOVE_ZERO, BELOW_ONE, NOT_NEGATIVE, flag
+from megalite.config.schema_field import ABOVE_ZERO, BELOW_ONE, NOT_NEGATIVE, UP_TO_65536, flag
 
 
 @dataclass
 class ExpertFields:
     """Experts in place of the MLP: how many, how tokens are routed to them, how their load is balanced."""
 
-    num_experts: int | None = flag(None, "experts of a layer; default: none, a dense MLP")
+    num_experts: int | None = flag(None, "experts of a layer; default: none, a dense MLP", bound=UP_TO_65536)
     moe_layer_freq: str = flag(
         "1",
         "which layers have experts: N for every Nth from the first, or a list of 0 and 1 such as [0]*3+[1]*58",
@@ -71,6 +71,7 @@ ONLY_TRAINING = frozenset(
     for name in (
         *("router_load_balancing_type", "aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate"),
         *("input_jitter_eps", "router_dtype", "token_dispatcher_type", "per_layer_logging", "use_upcycling"),
+        *("expert_capacity_factor", "token_drop_policy"),  # generation drops no token
     )
 )
 """Fields that don't decide what a trained network computes; but sinkhorn, a way of choosing, does."""

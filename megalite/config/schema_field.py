@@ -19,6 +19,7 @@ AT_LEAST_ONE = Bound("must be at least 1", lambda value: value >= 1)
 NOT_NEGATIVE = Bound("must not be negative", lambda value: value >= 0)
 ABOVE_ZERO = Bound("must be above 0", lambda value: value > 0)
 UP_TO_100 = Bound("must be from 0 to 100", lambda value: 0 <= value <= 100)
+UP_TO_65536 = Bound("must be from 1 to 65536", lambda value: 1 <= value <= 65536)  # each is an entry of a list
 BELOW_ONE = Bound("must be from 0 to below 1", lambda value: 0 <= value < 1)
 
 

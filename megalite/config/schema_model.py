@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.schema_experts import ExpertFields
-from megalite.config.schema_field import ABOVE_ZERO, AT_LEAST_ONE, BELOW_ONE, Bound, flag
+from megalite.config.schema_field import ABOVE_ZERO, AT_LEAST_ONE, BELOW_ONE, UP_TO_65536, Bound, flag
 from megalite.config.schema_latent import LatentFields
 
 ROTARY = ("rope", "yarn", "dynamic", "longrope")  # kinds of positions that rotate queries and keys
@@ -20,7 +20,7 @@ class TransformerFields:
     preset: str | None = flag(
         None, "named model, e.g. gpt2-345m or llama-7b: sets the network flags that you leave out"
     )
-    num_layers: int = flag(None, "number of transformer layers", needed=True)
+    num_layers: int = flag(None, "number of transformer layers", bound=UP_TO_65536, needed=True)
     hidden_size: int = flag(None, "width of the hidden states", needed=True)
     ffn_hidden_size: int = flag(
         None, "width inside the MLP; default 4 x hidden, with --swiglu two thirds of that in multiples of 64"

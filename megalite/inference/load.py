@@ -20,12 +20,13 @@ from torch import Tensor
 
 from megalite.checkpoint.checkpoint import load_checkpoint, read_checkpoint_config
 from megalite.checkpoint.huggingface.config import read_huggingface_config
+from megalite.checkpoint.huggingface.export import merge_command
 from megalite.checkpoint.huggingface.files import TensorFiles
 from megalite.checkpoint.huggingface.hub import published_name
 from megalite.checkpoint.huggingface.load import load_huggingface
 from megalite.checkpoint.huggingface.travel import FOLDER, origin, shares_ids, tokenizer_of, use_kept
 from megalite.checkpoint.index import stored_tensors
-from megalite.checkpoint.storage import CONFIG_FILE, find_checkpoint, read_json
+from megalite.checkpoint.storage import CONFIG_FILE, CheckpointDirectory, find_checkpoint, read_json
 from megalite.config.errors import FlagError, UserError
 from megalite.config.fields import put
 from megalite.config.schema import RunConfig, TokenizerConfig
@@ -101,7 +102,7 @@ def load_for_generation(root: str, *, step: int | None = None, given: Mapping[st
     use_kept(config, Path(root))
     config = override(config, given or {})
     embedding = stored_tensors(found.path).get(EMBEDDING_KEY)
-    _check_kind(found.path, config, whole_model=embedding is not None)
+    _check_kind(found, config, whole_model=embedding is not None)
     source = Path(root, FOLDER) if Path(root, FOLDER).is_dir() else origin(config)
     rows = None if embedding is None else embedding.shape[0]
     loaded = _without_weights(config, rows, str(found.path), root, source)
@@ -181,16 +182,17 @@ def override(config: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def _check_kind(path: Path, config: RunConfig, *, whole_model: bool) -> None:
+def _check_kind(found: CheckpointDirectory, config: RunConfig, *, whole_model: bool) -> None:
     """A UserError where a checkpoint writes no text."""
     if config.finetune.task == "classification":
-        raise UserError(f"the checkpoint {path} is a classifier and can't generate text")
-    if config.peft.peft != "none" and not whole_model:
-        base = config.finetune.load_hf or "MODEL"
-        adapter = config.peft.save_adapter or "FOLDER_OF_SAVE_ADAPTER"
-        raise UserError(
-            f"the checkpoint {path} holds only an adapter, not the model: use --load-hf {base} --adapter {adapter}"
-        )
+        raise UserError(f"the checkpoint {found.path} is a classifier and can't generate text")
+    if config.peft.peft == "none" or whole_model:
+        return
+    base, adapter = config.finetune.load_hf or "MODEL", config.peft.save_adapter
+    use = f"use --load-hf {base} --adapter {adapter or 'FOLDER_OF_SAVE_ADAPTER'}"
+    if config.peft.peft == "lora" and adapter is None:
+        use = f"{merge_command(found, config, 'FOLDER')} adds it to the model; then use --load-hf FOLDER"
+    raise UserError(f"the checkpoint {found.path} holds only an adapter, not the model: {use}")
 
 
 def _check_vocabulary(rows: int, tokenizer: Tokenizer, config: RunConfig, where: str) -> None:

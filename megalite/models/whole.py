@@ -20,7 +20,9 @@ def build_whole(config: RunConfig, vocab_size: int, mesh: Mesh) -> GPTStage:
 
     With `--class-names` a classifier.
     """
-    build = Build(config.model, mesh, Precision.from_config(config.precision))
+    # No text may depend on the others, so none of its tokens is dropped.
+    network = replace(config.model, moe_expert_capacity_factor=None)
+    build = Build(network, mesh, Precision.from_config(config.precision))
     backend = choose_backend(config, mesh.device.type)
     classes = len(config.finetune.class_names or ()) or None
     return GPTStage(build, vocab_size, whole_model(config.model.num_layers), backend, classes).eval()

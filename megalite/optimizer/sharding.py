@@ -38,7 +38,7 @@ class Sharding:
 
     @classmethod
     def from_config(cls, layout: LayoutConfig, optimizer: OptimizerConfig, ranks: int) -> Sharding:
-        """Of a resolved configuration, over `ranks` that see different data."""
+        """Of a resolved configuration, over `ranks` that hold copies: of the kind of parameters with the most."""
         strategy, size = layout.data_parallel_sharding_strategy, layout.ddp_bucket_size
         is_cut = strategy == "optim_grads" or (layout.overlap_grad_reduce and strategy != "optim_grads_params")
         if size is None and is_cut:

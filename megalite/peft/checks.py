@@ -86,6 +86,7 @@ def refuse_adapter(directory: CheckpointDirectory) -> None:
         raise CheckpointError(
             f"{directory.path} holds only what a run with --peft {kind} trained beside a model: --load it "
             "with that run's flags, or start from what --save-adapter wrote with --load-adapter"
+            + (", or from the folder that tools/merge_adapter.py --load makes" if kind == "lora" else "")
         )
 
 

@@ -204,7 +204,13 @@ def _class_names(added: Adapter, head: Tensor, base: tuple[str, ...] | None) -> 
 def _merged(weight: Tensor, change: _Change, rounding: Rounding) -> Tensor:
     wide = torch.promote_types(weight.dtype, torch.float32)
     added = (change.b.to(wide) @ change.a.to(wide)) * change.factor
-    exact = weight.to(wide) + (added.t() if change.transposed else added)
+    return rounded_sum(weight, added.t() if change.transposed else added, rounding)
+
+
+def rounded_sum(weight: Tensor, added: Tensor, rounding: Rounding) -> Tensor:
+    """`weight` + `added` in at least fp32, rounded once to the weight's format."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    exact = weight.to(wide) + added.to(wide)
     result = exact.to(weight.dtype)
     rounding.add(added, result.to(wide) - exact)
     return result

@@ -162,7 +162,8 @@ def _mean_load(load: Mapping[str, float]) -> dict[str, float]:
 
 
 def _load_words(values: Mapping[str, float]) -> Iterator[str]:
-    yield f"load balancing loss: {values['balance_loss']:.6E}"
+    if values["balance_loss"]:  # 0 is that of none
+        yield f"load balancing loss: {values['balance_loss']:.6E}"
     if values["z_loss"]:
         yield f"z loss: {values['z_loss']:.6E}"
     yield f"tokens per expert, max over mean: {values['max_over_mean']:.2f}"

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from torch import Tensor, nn
 
 from megalite.config.schema import RunConfig
+from megalite.distributed.layout import DOMAINS
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Code, Piece, whole
 from megalite.estimate.model import AdapterWork, training_flops_per_token
@@ -116,7 +117,8 @@ def build_model(
 ) -> TrainedModel:
     """Build and initialise a rank's part. `transport`: for the optimizer's data-parallel collectives, in place of the
     mesh's own. Collective over the world."""
-    sharding = Sharding.from_config(config.layout, config.optimizer, mesh.dp_cp.size)
+    copies = max(mesh.along(domain.data_axes).size for domain in DOMAINS)
+    sharding = Sharding.from_config(config.layout, config.optimizer, copies)
     come_and_go = sharding.parameters and config.peft.peft == "none"  # frozen ones are not sharded
     fp8 = Fp8.from_config(config.precision, mesh.device, keeps=not come_and_go, measures=config.logging.log_fp8_stats)
     precision = Precision.from_config(config.precision, fp8)

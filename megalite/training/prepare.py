@@ -16,12 +16,13 @@ from megalite.checkpoint.storage import refuse_other_kind
 from megalite.config.batches import batch_size_stages
 from megalite.config.entry import Loaders, fill, read_config
 from megalite.config.errors import FlagError, UserError, refuse
-from megalite.config.schema import CheckpointConfig, RunConfig
+from megalite.config.schema import CheckpointConfig, ModelConfig, RunConfig
 from megalite.data.splits import check_token_files, tokenizer_notes
 from megalite.data.tokenizer_base import Tokenizer
 from megalite.data.tokenizers import build_tokenizer, require_eod
 from megalite.distributed.launch import Environment, choose_device, set_threads
 from megalite.distributed.layout import Layout
+from megalite.estimate.model import count_parameters
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.nn.attention_kernels import try_kernel
 from megalite.nn.pure import compiler_problems
@@ -73,6 +74,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 MOST_MICROBATCHES = 1 << 16
 """Of a rank in a step: a schedule lists every one."""
+MOST_PARAMETERS = 10**15
+"""Of a network: their bytes, with gradients and optimizer states, fit into the numbers that count them."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ def prepare(
         loaders=_loaders(),
     )
     prepared = prepare_config(config, environment, notes)
+    refuse(size_problems(prepared.config.model, prepared.vocab_size))
     stages = memory_by_stage(
         prepared.config, prepared.vocab_size, prepared.backend, environment.world_size, prepared.device
     )
@@ -144,8 +148,14 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
             require_eod(tokenizer, f"--tokenizer-type {config.tokenizer.tokenizer_type}")
         notes = [*notes, *tokenizer_notes(config, tokenizer)]
         folder, adapted = config.finetune.load_hf, config.peft.peft != "none"
-        if folder is not None or adapted:
+        upcycled = config.model.moe_use_upcycling
+        if folder is not None or adapted or upcycled:
             found, weights_only = resume.locate(config.checkpoint)
+            if upcycled and folder is None and found is None:
+                raise FlagError(
+                    f"--moe-use-upcycling: --load {config.checkpoint.load} holds no checkpoint, so the experts have no "
+                    "dense model to start from: give it with --pretrained-checkpoint or --load-hf"
+                )
             if folder is not None and (adapted or found is None):
                 refuse(check_base_weights(folder))
             if adapted and found is not None:
@@ -183,6 +193,17 @@ def vocabulary_problems(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     return [
         f"{source}: the model has rows for {rows} ids, but the tokenizer {what} has {tokenizer.vocab_size}: give the "
         "model's own tokenizer, or remove the extra ids from its files"
+    ]
+
+
+def size_problems(model: ModelConfig, vocab_size: int) -> list[str]:
+    """A network of which not even shapes can be made. `model`: resolved."""
+    count = count_parameters(model, vocab_size).total
+    if count <= MOST_PARAMETERS:
+        return []
+    return [
+        f"the network would have {count:.3g} parameters; at most {MOST_PARAMETERS:.0e} are possible: lower "
+        "--num-layers, --hidden-size, --ffn-hidden-size, --num-experts, --moe-ffn-hidden-size or --vocab-size"
     ]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from megalite.config.errors import FlagError
+from megalite.config.resolve import context_exchange
 from megalite.config.schema import RunConfig
 from megalite.data.gpt_dataset import Datasets
 from megalite.distributed.collectives import all_gather_objects
@@ -110,8 +111,7 @@ def memory_by_domain(
             _local_parameters(stages, domain),
             activations=activations if domain is DENSE else 0,
             frozen=_local_parameters(stages, domain, frozen=True),
-            # Where no data ranks share the dense ones, nothing is shared out.
-            ranks=1 if mesh.dp_cp.size == 1 else mesh.along(domain.data_axes).size,
+            ranks=mesh.along(domain.data_axes).size,
             fp8=fp8 if domain is DENSE else 0,
         )
         for domain in DOMAINS
@@ -182,6 +182,11 @@ def _layout_line(config: RunConfig, mesh: Mesh, threads: int) -> str:
     layout = mesh.layout
     sizes = f"TP {layout.tp} x PP {layout.pp} x DP {layout.dp} x CP {layout.cp} = {layout.world_size} processes"
     extra = ", sequence parallel" if layout.sequence_parallel else ""
+    if layout.cp > 1:
+        extra += f", {context_exchange(config.layout)} between context-parallel ranks"
+    if config.model.num_experts is not None:
+        by = f" by {config.model.moe_token_dispatcher_type}" if layout.ep * layout.etp > 1 else ""
+        extra += f", experts EP {layout.ep} x ETP {layout.etp} x DP {layout.edp}{by}"
     if layout.pp > 1:
         extra += f", schedule {config.layout.pipeline_schedule}"
     if config.layout.data_parallel_sharding_strategy != "no_shard":

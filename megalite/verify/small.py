@@ -200,6 +200,7 @@ def _small_finetuning(config: RunConfig, length: int, folder: Path | None) -> No
             "(--lora-target-modules) instead"
         )
     config.checkpoint, config.finetune = CheckpointConfig(), FinetuneConfig(task=given.task)
+    config.model.moe_use_upcycling = False
     if given.sft_data is not None:
         assert folder is not None
         path = write_samples(folder, given.task or "sft", length=length, vocab_size=_SMALL_VOCABULARY)

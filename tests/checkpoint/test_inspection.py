@@ -61,6 +61,12 @@ def test_people_read_each_parameter_in_the_order_of_the_layers(tmp_path: Path) -
     assert row.split() == ["decoder.layers.10.mlp.linear_fc1.weight", "128", "x", "32", "bfloat16", "4,096"]
 
 
+def test_experts_have_a_grid_of_their_own(tmp_path: Path) -> None:
+    save_tiny(tmp_path, **LLAMA, num_experts=4, moe_ffn_hidden_size=12)
+    lines = list(report_lines(describe_checkpoint(logical.found(tmp_path))))
+    assert any("TP 1 x PP 1 x CP 1 x EP 1 x ETP 1, sharding" in line for line in lines)
+
+
 def test_a_network_in_a_line() -> None:
     latent = network_line(tiny_config(**LATENT, mtp_num_layers=2), 131)
     assert "4 heads of 10 and 5 from 12 latent" in latent and "2 further tokens" in latent

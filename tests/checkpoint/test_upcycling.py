@@ -14,7 +14,9 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.upcycling import of_dense
 from megalite.config.entry import fill_from_base_model
 from megalite.config.errors import FlagError
+from megalite.config.resolve import resolve
 from megalite.config.schema import PrecisionConfig, RunConfig, TokenizerConfig
+from megalite.distributed.launch import Environment
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pieces import Piece, gather, whole
@@ -22,6 +24,7 @@ from megalite.distributed.pool import ProcessPool
 from megalite.models.whole import outputs
 from megalite.nn.module import named_specs
 from megalite.training.base_model import read_base_model
+from megalite.training.prepare import prepare_config
 from tests.checkpoint.huggingface import folders
 from tests.checkpoint.logical import found
 from tests.helpers import FP64, LLAMA, specs_and_values, tiny_config, tiny_model, tiny_tokens
@@ -106,6 +109,13 @@ def test_runs_start_from_a_checkpoint_and_go_on_with_their_own(tmp_path: Path) -
         build(adapter_config("none", load=own, finetune=True, **experts))
 
 
+@pytest.mark.parametrize("more", [{}, {"finetune": True}])
+def test_a_folder_without_a_checkpoint_is_refused(more: dict[str, Any], tmp_path: Path) -> None:
+    config = adapter_config("none", load=str(tmp_path), num_experts=4, moe_use_upcycling=True, **more)
+    with pytest.raises(FlagError, match="holds no checkpoint, so the experts have no dense model to start from"):
+        prepare_config(resolve(config, 1), Environment())
+
+
 def test_a_hugging_face_folder_is_upcycled(tmp_path: Path) -> None:
     source = folders.save("llama, grouped, tied", tmp_path / "hf", dtype=torch.float64)
     config = adapter_config("none", load_hf=str(source), moe_use_upcycling=True, num_experts=4, eval_iters=0)
@@ -121,12 +131,14 @@ def test_a_hugging_face_folder_is_upcycled(tmp_path: Path) -> None:
     run.close()
 
 
-def test_balancing_is_the_runs_choice_beside_a_folder_with_experts() -> None:
+def test_balancing_and_capacity_are_the_runs_choice_beside_a_folder_with_experts() -> None:
     config = RunConfig()
     config.finetune.load_hf, config.model.moe_aux_loss_coeff = "folder", [0.01]
-    given = {"model.moe_aux_loss_coeff", "model.moe_router_load_balancing_type"}
+    config.model.moe_expert_capacity_factor = 1.5
+    given = {f"model.moe_{name}" for name in ("aux_loss_coeff", "router_load_balancing_type", "expert_capacity_factor")}
     fill_from_base_model(config, tiny_config(**EXPERTS), TokenizerConfig(), None, given)
     assert (config.model.moe_aux_loss_coeff, config.model.num_experts) == ([0.01], 4)
+    assert config.model.moe_expert_capacity_factor == 1.5
     config.model.moe_router_load_balancing_type, config.model.moe_aux_loss_coeff = ["sinkhorn"], None
     with pytest.raises(FlagError, match="sinkhorn can't be used with --load-hf"):
         fill_from_base_model(config, tiny_config(**EXPERTS), TokenizerConfig(), None, given)

@@ -185,3 +185,43 @@ def test_a_setting_that_does_nothing_beside_the_others_is_said() -> None:
     assert line == "--log-fp8-stats has no effect without --metrics-file or --tensorboard-dir"
     assert without_effect(given(f"{statistics} --metrics-file m")) == []
     assert without_effect(given(f"{statistics} --tensorboard-dir d")) == []
+
+
+EXPERTS = "--disable-bias-linear --num-experts 4"
+IDLE_OF_EXPERTS = [
+    (
+        "--moe-router-load-balancing-type seq_aux_loss",
+        "--moe-router-load-balancing-type seq_aux_loss has no effect without --moe-aux-loss-coeff above 0",
+    ),
+    (
+        "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0",
+        "--moe-aux-loss-coeff 0.1 0.0 has no effect on global_aux_loss, whose weight is 0",
+    ),
+    ("--moe-token-dispatcher-type alltoall", "has no effect where every rank holds all experts"),
+    (
+        "--mtp-num-layers 1 --mtp-loss-scaling-factor 0",
+        "--mtp-num-layers 1 has no effect with --mtp-loss-scaling-factor 0: these layers learn nothing",
+    ),
+    ("--moe-token-drop-policy position", "has no effect without --moe-expert-capacity-factor"),
+]
+
+
+@pytest.mark.parametrize("words, said", IDLE_OF_EXPERTS)
+def test_a_setting_of_experts_that_does_nothing_is_said(words: str, said: str) -> None:
+    (line,) = without_effect(given(f"{EXPERTS} {words}"))
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--moe-router-load-balancing-type sinkhorn",
+        "--moe-router-load-balancing-type none",
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
+        "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2",
+        "--moe-token-dispatcher-type alltoall --tensor-model-parallel-size 2 --sequence-parallel",
+    ],
+)
+def test_a_setting_of_experts_that_matters_has_no_note(words: str) -> None:
+    assert without_effect(given(f"{EXPERTS} {words}")) == []

@@ -170,6 +170,12 @@ def test_what_cannot_matter_in_a_layout_is_dropped_and_said() -> None:
     assert used.layout.use_distributed_optimizer
     used, lines = drop_idle(given(*argv, "--tensor-model-parallel-size", "2"), 4)
     assert lines == []
+    argv = ["--disable-bias-linear", "--num-experts", "4", "--tensor-model-parallel-size", "2", *argv]
+    assert len(drop_idle(given(*argv), 2)[1]) == 3
+    used, lines = drop_idle(given(*argv, "--expert-tensor-parallel-size", "1"), 2)  # both hold all experts
+    assert lines == [] and used.layout.use_distributed_optimizer
+    with_ep = [*argv, "--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", "2"]
+    assert len(drop_idle(given(*with_ep), 2)[1]) == 3
 
 
 def test_the_data_parallel_size_is_what_the_other_axes_leave() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,21 +10,32 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.export import megalite_to_huggingface
 from megalite.checkpoint.huggingface.families import ARCHITECTURES
 from megalite.checkpoint.huggingface.parts import gate_and_up, same
 from megalite.config.check_peft import lora_parts, peft_problems
+from megalite.config.entry import fill_from_base_model
+from megalite.config.errors import FlagError, UserError
 from megalite.config.resolve import resolve
 from megalite.config.schema import RunConfig
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.pieces import whole
 from megalite.distributed.pool import ProcessPool
+from megalite.inference.load import load_for_generation, load_huggingface_for_generation
 from megalite.models.gpt import plain_tokens
+from megalite.models.whole import outputs
 from megalite.nn.module import named_specs
 from megalite.peft import convert
 from megalite.peft.adapter import plan_adapter
+from megalite.training.base_model import read_base_model
 from megalite.verify.proof import Prover
-from tests.helpers import FP64, tiny_model, tiny_tokens
-from tests.peft.runs import adapter_config, run_adapter
+from tests.checkpoint.huggingface import folders
+from tests.checkpoint.logical import found
+from tests.helpers import FP64, load_tool, tiny_model, tiny_tokens
+from tests.peft.runs import adapter_config, build, run_adapter
+
+MERGE = load_tool(Path(__file__).resolve().parents[2] / "tools" / "merge_adapter.py")
 
 EXPERTS = {
     "num_experts": 4,
@@ -153,9 +165,52 @@ def test_an_adapter_that_is_saved_comes_back_bitwise(monkeypatch: pytest.MonkeyP
     for parameter in trained.values():
         torch.nn.init.normal_(parameter.data)
     assert plan.work(head=False).matmul == sum(p.numel() for p in trained.values())
-    plan.save(str(tmp_path / "saved"), [whole(*entry) for entry in named_specs(model) if entry[0] in trained], mesh)
+    pieces = [whole(*entry) for entry in named_specs(model) if entry[0] in trained]
+    plan.stage(str(tmp_path / "saved"), pieces, mesh)(mesh.world)
 
     again = plan_adapter(replace(config.peft, load_adapter=str(tmp_path / "saved")), config.model, 131, mesh.world)
     assert again.scales == plan.scales
     assert again.values.keys() == trained.keys()
     assert all(torch.equal(value, trained[name]) for name, value in again.values.items())
+
+
+def test_adapters_of_a_checkpoint_are_merged_into_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of routed experts too, for which there is no folder of an adapter."""
+    base, root, merged = tmp_path / "hf", tmp_path / "run", tmp_path / "new"
+    folders.save("mixtral", base, dtype=torch.float64)
+    targets = {"lora_target_modules": ["q_proj", "v_proj", *ROUTED["lora_target_modules"][0].split(",")[1:]]}
+    config = adapter_config("lora", load_hf=str(base), save=str(root), eval_iters=0, lora_alpha=7, **targets)
+    fill_from_base_model(config, *read_base_model(config.finetune)[:3], set())
+    run = build(config)
+    for parameter in (p for p in run.model.stages[0].parameters() if p.requires_grad):
+        torch.nn.init.normal_(parameter.data, std=0.3)
+    tokens = torch.randint(131, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        beside = outputs(run.model.stages[0].eval(), tokens)
+    run.save()
+    run.close()
+    assert MERGE.main(["--load", str(root), "--hf", str(merged)]) == 0
+    assert "rounding error: largest" in capsys.readouterr().out
+    loaded = load_huggingface_for_generation(str(merged))
+    with torch.no_grad():
+        assert torch.allclose(outputs(loaded.model, tokens), beside, rtol=0, atol=1e-10)
+    after = folders.tensors(merged)
+    changed = {name for name, value in folders.tensors(base).items() if not torch.equal(value, after[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj", "w1", "w2", "w3"}
+
+
+def test_a_checkpoint_of_an_adapter_says_how_to_use_it(tmp_path: Path) -> None:
+    config = lora_config(**ROUTED, save=str(tmp_path))
+    run = build(config)
+    run.save()
+    run.close()
+    command = f"python tools/merge_adapter.py --load-hf MODEL --load {tmp_path} --hf "
+    with pytest.raises(UserError, match=re.escape(command)):
+        load_for_generation(str(tmp_path))
+    source = found(tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(command)):
+        megalite_to_huggingface(source, tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="give it with --load-hf"):
+        MERGE.main(["--load", str(tmp_path), "--hf", str(tmp_path / "hf")])
+    with pytest.raises(FlagError, match="give the adapter as --adapter, or as the checkpoint"):
+        MERGE.main(["--load-hf", "folder", "--hf", str(tmp_path / "hf")])

@@ -58,6 +58,15 @@ def test_a_step_of_no_counted_token_is_told_and_left_out_of_the_mean_loss(capsys
     assert "lm loss: 5.000000E+00" in out and "number of nan iterations:   0" in out
 
 
+def test_a_balancing_loss_is_printed_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    load = {"0/balance_loss": 0.0, "0/z_loss": 0.0, "0/max_over_mean": 1.5, "0/dropped": 0.0, "0/entropy": 1.0}
+    lines(record(1), record(2, moe=load))
+    out = capsys.readouterr().out
+    assert "tokens per expert, max over mean: 1.50" in out and "balancing" not in out
+    lines(record(1), record(2, moe=load | {"0/balance_loss": 0.25}))
+    assert "load balancing loss: 2.500000E-01" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("loss", "expected"), [(math.log(2), 2.0), (1e9, math.exp(20)), (math.nan, None)])
 def test_the_perplexity_of_a_loss_that_is_no_number_is_none_either(
     loss: float, expected: float | None, tmp_path: Path

@@ -19,7 +19,7 @@ from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.models.gpt import plain_tokens
 from megalite.nn.module import named_specs
 from megalite.training import pretrain
-from megalite.training.prepare import deterministic, prepare_config, prepare_determinism
+from megalite.training.prepare import deterministic, prepare_config, prepare_determinism, size_problems
 from tests.helpers import BF16, LLAMA, tiny_model, tiny_tokens
 from tests.peft.runs import adapter_config
 
@@ -50,6 +50,12 @@ def test_torchs_switch_is_on_while_the_run_lasts_and_then_as_before(
         )
     assert seen == [wanted]
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_network_beyond_what_numbers_can_count_is_refused() -> None:
+    config = adapter_config("none", ffn_hidden_size=1 << 62)
+    assert "at most 1e+15 are possible" in size_problems(resolve(config, 1).model, 131)[0]
+    assert size_problems(resolve(adapter_config("none"), 1).model, 131) == []
 
 
 def test_a_program_that_names_an_adapter_without_its_kind_is_refused() -> None:

@@ -107,9 +107,9 @@ ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 
 
 def _with_experts(mesh: Mesh, values: dict[str, dict[str, Any]]) -> tuple[str, dict[str, tuple[int, int]], int]:
-    """The line about parameters; bytes held, sent and of activations, as predicted and as they are; padding."""
+    """The lines about parameters and layout; bytes held, sent and of activations, predicted and real; padding."""
     run = run_of(mesh, values)
-    line = opening_block(run.model, run.datasets, threads=1, iteration=0, of=1).splitlines()[1]
+    line = "\n".join(opening_block(run.model, run.datasets, threads=1, iteration=0, of=1).splitlines()[1:5])
     before = run.optimizer.transport.bytes_sent
     with PeakMemory(mesh.device) as memory:
         run.trainer.step()
@@ -130,8 +130,15 @@ def _with_experts(mesh: Mesh, values: dict[str, dict[str, Any]]) -> tuple[str, d
         ({"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim"}, 4),
         ({"expert_tensor_parallel_size": 2, **ALL_TO_ALL}, 4),
         ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}, 4),
+        (
+            {
+                **{"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
+                "data_parallel_sharding_strategy": "optim",
+            },
+            2,
+        ),
     ],
-    ids=["EP 2", "EP 2, alltoall, sharded", "EP 2, DP 4, sharded", "ETP 2, DP 4", "TP 2, DP 2"],
+    ids=["EP 2", "EP 2, alltoall, sharded", "EP 2, DP 4, sharded", "ETP 2, DP 4", "TP 2, DP 2", "TP 2, sharded"],
 )
 def test_experts_are_counted_and_shared_out_over_their_own_ranks(
     pool: ProcessPool, settings: dict[str, Any], world: int
@@ -143,6 +150,8 @@ def test_experts_are_counted_and_shared_out_over_their_own_ranks(
     layout = Layout.from_config(config.layout, world)
     for line, pairs, padding in pool.run(_with_experts, world, config.to_dict(), layout=layout):
         assert f"parameters: {count.total:,} in all, {count.active:,} active" in line
+        by = "" if layout.ep == layout.etp == 1 else f" by {config.model.moe_token_dispatcher_type}"
+        assert f"experts EP {layout.ep} x ETP {layout.etp} x DP {layout.edp}{by}" in line
         predicted, actual = pairs.pop("activations")
         assert predicted == pytest.approx(actual, rel=0.15)
         for kind, (predicted, actual) in pairs.items():

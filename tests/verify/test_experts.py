@@ -22,12 +22,14 @@ from megalite.distributed.mesh import Group, Mesh, single_process_mesh
 from megalite.distributed.pool import ProcessPool
 from megalite.nn.moe import dispatch
 from megalite.training.prepare import prepare_config
+from megalite.training.report import memory_by_stage
 from megalite.training.run import build_run
 from megalite.verify.configs import resolved
 from megalite.verify.layouts import SHARDINGS, Variant, variants, with_experts
 from megalite.verify.proof import Prover, compare
 from megalite.verify.trace import Trace, trace
 from tests.e2e.runs import MICRO, TOLERANCE, checkpoint, checkpoint_tensors, run, steps, written
+from tests.helpers import UNFUSED
 from tests.verify.networks import covering, network
 
 Case = tuple[Variant, str, bool]  # layout, dispatcher, multi-latent attention with tokens ahead
@@ -98,6 +100,21 @@ def _run(pool: ProcessPool, case: Case) -> None:
 @pytest.mark.parametrize("case", covering(list(_cases(4)), _values, 1, lambda case: case[0].processes), ids=_name)
 def test_a_grid_equals_one_process(pool: ProcessPool, case: Case) -> None:
     _run(pool, case)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS[1:])
+def test_experts_are_shared_out_where_only_they_have_copies(pool: ProcessPool, sharding: str) -> None:
+    variant = Variant(tp=2, sequence_parallel=True, etp=1, sharding=sharding)
+    config = _config(variant)
+    assert _prove(pool, variant, config) <= TOLERANCE
+    estimates = [
+        memory_by_stage(resolved(each.apply(config), 2), 131, UNFUSED, 2, torch.device("cpu"))[0]
+        for each in (dataclasses.replace(variant, sharding="no_shard"), variant)
+    ]
+    saved = estimates[0].moments - estimates[1].moments
+    layers, hidden = config.model.num_layers or 0, config.model.hidden_size or 0
+    experts = layers * 8 * 3 * hidden * 16  # of SwiGLU: gate, up and down
+    assert saved == 2 * 8 * experts // 2  # two moments in fp64, one half of them
 
 
 @pytest.mark.full_matrix

@@ -16,7 +16,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.architecture import Architecture
 from megalite.checkpoint.huggingface.classes import read_classes
 from megalite.checkpoint.huggingface.families import ARCHITECTURES
-from megalite.checkpoint.huggingface.fields import Fields
+from megalite.checkpoint.huggingface.fields import Fields, UnsupportedField
 from megalite.checkpoint.storage import CONFIG_FILE, read_json, refuse_other_kind
 from megalite.config.check_network import idle_scaling, model_problems
 from megalite.config.fields import all_fields, value_problems
@@ -40,6 +40,13 @@ INERT = {
 }
 """Fields of `ModelConfig` that don't decide what the network computes in evaluation."""
 _FLAG_OF = {"sinkhorn": "moe_router_load_balancing_type"}
+_KINDS = {
+    *("multi_latent_attention", "qk_layernorm", "normalization", "swiglu", "position_embedding_type", "num_experts"),
+    *("add_bias_linear", "add_qkv_bias", "add_proj_bias", "moe_router_enable_expert_bias", "moe_shared_expert_gate"),
+    "moe_shared_expert_intermediate_size",
+}
+"""Fields that decide which parameters there are: an architecture without one of these is further away than one that
+differs in sizes and numbers."""
 _ROTARY = {
     "rotary_base",
     "rotary_percent",
@@ -125,7 +132,7 @@ def describe_network(
     )
     if source is not None and there is not None and same:
         return there.architecture, dict(source)
-    lost: dict[str, list[str]] = {}
+    lost: dict[str, tuple[list[str], bool]] = {}
     for architecture in ARCHITECTURES.values():
         values = {
             "architectures": [architecture.class_name],
@@ -133,17 +140,34 @@ def describe_network(
             "vocab_size": vocab_size,
             **architecture.write(model),
         }
-        back = _read_back(values)
-        if back is None:  # it has a field for this, but not for such a value
-            continue
-        lost[architecture.model_type] = _differences(model, back.model)
-        if not lost[architecture.model_type]:
+        back, nearest = _read_back(values), _nearest(values)
+        if back is not None and not _differences(model, back.model):
             return architecture, values
-    closest = min(lost, key=lambda kind: len(lost[kind]))
+        if nearest is not None:
+            lost[architecture.model_type] = _differences(model, nearest.model), back is None
+    closest = min(lost, key=lambda kind: _distance(*lost[kind]))
     raise CheckpointError(
         f"no supported Hugging Face architecture can express this network; the closest, {closest}, can't express "
-        f"{', '.join(lost[closest])}"
+        f"{', '.join(_shown(model, name) for name in lost[closest][0])}"
     )
+
+
+def _distance(lost: list[str], refused: bool) -> tuple[int, int, bool]:
+    """Sorts the architecture first that is closest. `refused`: it has a field for this, but not for such a value."""
+    return len(_KINDS.intersection(lost)), len(lost), refused
+
+
+def _nearest(values: Mapping[str, Any]) -> HuggingFaceModel | None:
+    """What these values describe without those that aren't supported; None where that can't be read either."""
+    left = dict(values)
+    while True:
+        try:
+            return parse_config(left, "", None)
+        except UnsupportedField as error:
+            if left.pop(error.name, None) is None:
+                return None
+        except CheckpointError:
+            return None
 
 
 def _read_back(values: Mapping[str, Any]) -> HuggingFaceModel | None:
@@ -155,12 +179,13 @@ def _read_back(values: Mapping[str, Any]) -> HuggingFaceModel | None:
 
 
 def _differences(model: ModelConfig, other: ModelConfig) -> list[str]:
-    """The settings of `model` that `other` doesn't have, as flags."""
+    """The fields of `model` that `other` doesn't have."""
     mine, theirs = network_settings(model), network_settings(other)
-    fields = all_fields()
     missing = object()
-    return [
-        fields[f"model.{_FLAG_OF.get(name, name)}"].show(getattr(model, _FLAG_OF.get(name, name)))
-        for name, value in mine.items()
-        if theirs.get(name, missing) != value
-    ]
+    return [_FLAG_OF.get(name, name) for name, value in mine.items() if theirs.get(name, missing) != value]
+
+
+def _shown(model: ModelConfig, name: str) -> str:
+    """A field as a flag."""
+    field, value = all_fields()[f"model.{name}"], getattr(model, name)
+    return f"no {field.option}" if value is None else field.show(value)

@@ -64,7 +64,7 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     tensors = {name: info for name, info in tensors.items() if name not in left_out}
     config = read_checkpoint_config(source)
     if EMBEDDING not in tensors:
-        raise CheckpointError(f"{source.path} {_what_it_is(config, target)}")
+        raise CheckpointError(f"{source.path} {_what_it_is(source, config, target)}")
     beside = kept_files(source.path.parent, config)
     use_kept(config, source.path.parent)
     architecture, values = _config_json(config, tensors, beside)
@@ -78,18 +78,22 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     return [_note(config, sorted(beside)), *notes, *padding]
 
 
-def _what_it_is(config: RunConfig, target: Path) -> str:
+def _what_it_is(source: CheckpointDirectory, config: RunConfig, target: Path) -> str:
     """Of a checkpoint without a model, for a message."""
     if config.peft.peft == "none":
         return f"holds no {_PREFIX}{EMBEDDING}: it is not a checkpoint of a GPT"
     remedy = "to use it, load the folder of --save-adapter in PEFT, together with the model"
     if config.peft.peft == "lora":
-        base = config.finetune.load_hf or "MODEL"
-        adapter = config.peft.save_adapter or "FOLDER_OF_SAVE_ADAPTER"
-        remedy = (
-            f"python tools/merge_adapter.py --load-hf {base} --adapter {adapter} --hf {target} adds it to the model"
-        )
+        remedy = f"{merge_command(source, config, target)} adds it to the model"
     return f"holds only an adapter, not the model; {remedy}"
+
+
+def merge_command(source: CheckpointDirectory, config: RunConfig, target: Path | str) -> str:
+    """Makes a folder of a LoRA and its model, from the adapter's own folder, or where the run wrote none from the
+    checkpoint."""
+    base, adapter = config.finetune.load_hf or "MODEL", config.peft.save_adapter
+    what = f"--load {source.path.parent}" if adapter is None else f"--adapter {adapter}"
+    return f"python tools/merge_adapter.py --load-hf {base} {what} --hf {target}"
 
 
 def _config_json(

@@ -69,6 +69,14 @@ _QUANTIZED = ("quantization_config", "quantization", "compression_config")
 """Fields of weights that are stored in another form than their own."""
 
 
+class UnsupportedField(CheckpointError):
+    """A value of the field `name` can't be honoured."""
+
+    def __init__(self, name: str, message: str):
+        super().__init__(message)
+        self.name = name
+
+
 class Fields:
     """The fields of one file, or with `nested` of one object in it. `where`: its name, for messages."""
 
@@ -110,8 +118,8 @@ class Fields:
             self.values.pop(name, None)
 
     def refuse(self, name: str, value: Any, why: str) -> NoReturn:
-        """Raise for a value that can't be honoured."""
-        raise CheckpointError(f"{self.where}: {name} {value!r} is not supported: {why}")
+        """Raise an UnsupportedField for a value that can't be honoured."""
+        raise UnsupportedField(name, f"{self.where}: {name} {value!r} is not supported: {why}")
 
     def finish(self, ignored: Collection[str] | None = ()) -> list[str]:
         """What the user should know of fields that nobody took and that are left unused, in at most one line.

@@ -291,6 +291,7 @@ def test_windows(values: dict[str, Any], window: str | None) -> None:
         ({**LATENT, "norm_epsilon": 1e-6}, "deepseek_v3"),
         ({**LATENT, "norm_epsilon": 1e-6, "rotary_interleaved": True, "q_lora_rank": None}, "deepseek_v3"),
         ({**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 12}, "mixtral"),
+        ({**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 12, "moe_expert_capacity_factor": 1.0}, "mixtral"),
         ({**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 12, "qk_layernorm": True}, "qwen3_moe"),
     ],
 )
@@ -299,6 +300,13 @@ def test_a_network_becomes_the_architecture_that_has_it(overrides: dict[str, Any
     architecture, values = describe_network(model, 131)
     assert architecture is ARCHITECTURES[kind]
     assert network_settings(network(values)) == network_settings(model)
+
+
+DEEPSEEK_EXPERTS = {
+    **{**LATENT, "norm_epsilon": 1e-6, "num_experts": 4, "moe_ffn_hidden_size": 12},
+    **{"moe_shared_expert_intermediate_size": 24, "moe_router_score_function": "sigmoid"},
+    "moe_router_enable_expert_bias": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -314,7 +322,15 @@ def test_a_network_becomes_the_architecture_that_has_it(overrides: dict[str, Any
             {**LLAMA, "add_qkv_bias": True, "rotary_percent": 0.5, "kv_channels": 8},
             "glm, can't express no --rotary-interleaved",
         ),
-        ({**LATENT, "norm_epsilon": 1e-5}, "can't express"),
+        ({**LATENT, "norm_epsilon": 1e-5}, "deepseek_v3, can't express --norm-epsilon 1e-05"),
+        (
+            {**DEEPSEEK_EXPERTS, "moe_shared_expert_gate": True},
+            "deepseek_v3, can't express --moe-shared-expert-gate",
+        ),
+        (
+            {**DEEPSEEK_EXPERTS, "moe_shared_expert_intermediate_size": None},
+            "deepseek_v3, can't express no --moe-shared-expert-intermediate-size",
+        ),
         (
             {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 12, "moe_router_load_balancing_type": ["sinkhorn"]},
             "mixtral, can't express --moe-router-load-balancing-type sinkhorn",
