@@ -106,7 +106,7 @@ def test_under_torchrun_the_failure_of_one_rank_ends_all(fault: str, message: st
     ("flags", "failing", "fault"),
     [
         pytest.param("--num-workers 1", 1, "data:1:3", id="data", marks=pytest.mark.slow),
-        pytest.param("--tensor-model-parallel-size 2", 1, "forward:1:3", id="TP 2"),
+        pytest.param("--tensor-model-parallel-size 2", 1, "forward:1:3", id="TP 2", marks=pytest.mark.slow),
         pytest.param(
             "--pipeline-model-parallel-size 2",
             0,

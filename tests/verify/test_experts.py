@@ -300,6 +300,7 @@ def _rewrite(mesh: Mesh, words: str) -> None:
     made.close()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_by_bit_also_from_files_that_moved(pool: ProcessPool, tmp_path: Path) -> None:
     """Two ranks of another grid read and write the checkpoint between, without a step."""
     flags = f"{FLAGS} --bf16 --train-iters 4"
