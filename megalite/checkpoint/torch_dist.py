@@ -13,7 +13,6 @@ import pickle
 import zipfile
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.checkpoint.stored import Index, StoredChunk, TensorInfo, check_place
+from megalite.files.remote import Place
 
 INDEX_FILE = ".metadata"
 
@@ -75,7 +75,7 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a checkpoint's index never does")
 
 
-def read_index(directory: Path) -> Index:
+def read_index(directory: Place) -> Index:
     """The index of the checkpoint in `directory`. Raises `CheckpointError` where it is missing, damaged or hostile."""
     path, index = directory / INDEX_FILE, Index({}, {})
     try:

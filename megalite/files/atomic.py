@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megalite.config.errors import UserError
+from megalite.files.remote import Place, Remote
 
 PENDING = ".new"
 """Subfolder in which the files of `replacing_together` are complete before they take their places."""
@@ -40,9 +41,11 @@ def remove_leftovers(folder: Path, names: re.Pattern[str]) -> None:
             remove(path)
 
 
-def remove(path: Path) -> None:
+def remove(path: Place) -> None:
     """Delete a file, a link or a folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
+    if isinstance(path, Remote):
+        path.remove_tree()
+    elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -69,6 +72,18 @@ def _sync_tree(folder: Path) -> None:
         for name in names:
             sync_folder(Path(where, name))  # a file opened to read is synced like a folder
         sync_folder(where)
+
+
+@contextmanager
+def writing(path: Place) -> Iterator[BinaryIO]:
+    """A new file to write under its own name, whole and on the disk at the end of the block."""
+    if isinstance(path, Remote):
+        with path.writing() as stream:
+            yield stream
+        return
+    with path.open("wb") as stream:
+        yield stream
+        sync(stream)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import torch
 from megalite.config.fields import all_fields, get, output_folders
 from megalite.config.schema import RunConfig
 from megalite.files.atomic import replacing
+from megalite.files.remote import Place, Remote, place
 
 
 @dataclass(frozen=True)
@@ -324,10 +325,10 @@ def check_sinks(config: RunConfig) -> list[str]:
         problems += _missing(f"--wandb-project {logging.wandb_project}", "wandb", "wandb")
     if logging.tensorboard_dir is not None:
         problems += _missing(f"--tensorboard-dir {logging.tensorboard_dir}", "torch.utils.tensorboard", "tensorboard")
-    folders = {flag: Path(folder) for flag, folder in output_folders(config).items()}
+    folders = {flag: place(folder) for flag, folder in output_folders(config).items()}
     for each in all_fields().values():
-        if each.writes in ("folder", "file") and (place := get(config, each.path)) is not None:
-            folders[each.option] = Path(place) if each.writes == "folder" else Path(place).parent
+        if each.writes in ("folder", "file") and (given := get(config, each.path)) is not None:
+            folders[each.option] = place(given) if each.writes == "folder" else place(given).parent
     for flag, folder in folders.items():
         if reason := _unwritable(folder):
             problems.append(f"{flag}: {reason}")
@@ -359,8 +360,15 @@ def _not_metrics(path: Path) -> str | None:
     return None
 
 
-def _unwritable(folder: Path) -> str | None:
-    """Why a folder can't be made or written to, or None. Makes it."""
+def _unwritable(folder: Place) -> str | None:
+    """Why a folder can't be made or written to, or None. Makes it. What can't be read isn't written either, and the
+    rest a store tells the run that claims the place."""
+    if isinstance(folder, Remote):
+        try:
+            folder.is_dir()
+        except OSError as error:
+            return f"{folder} can't be reached: {error.strerror}"
+        return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
