@@ -106,7 +106,7 @@ def load_for_generation(root: str, *, step: int | None = None, given: Mapping[st
     config = override(config, given or {})
     embedding = stored_tensors(found.path).get(EMBEDDING_KEY)
     _check_kind(found.path, config, whole_model=embedding is not None)
-    source = kept if kept.is_dir() and any(kept.iterdir()) else origin(config)
+    source = kept if any(kept.glob("*")) else origin(config)
     rows = None if embedding is None else embedding.shape[0]
     loaded = dataclasses.replace(_without_weights(config, rows, str(found.path), root, source), fetched=fetched)
     load_checkpoint(found.path, mesh=loaded.mesh, pieces=loaded.pieces(), strict=True)

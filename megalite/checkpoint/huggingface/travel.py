@@ -53,8 +53,8 @@ _FIELDS = {
 
 def read_small_files(folder: Place) -> dict[str, bytes]:
     """Tokenizer, templates, generation settings and `config.json` of a folder: content by name."""
-    names = (*TOKENIZER_FILES, CONFIG_FILE)
-    names += tuple(sorted(f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja")))
+    templates = sorted(f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja"))
+    names = (*TOKENIZER_FILES, CONFIG_FILE, *templates)
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
