@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,11 @@ def serving() -> Iterator[dict[str, str]]:
             "AWS_DEFAULT_REGION": "us-east-1",
         }
         server.kill()
+
+
+def environment() -> dict[str, str]:
+    """By what processes find the server that this one knows."""
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
 
 def at(address: str) -> Remote:

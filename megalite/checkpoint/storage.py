@@ -248,16 +248,24 @@ def tracked_iteration(root: Place) -> int | None:
 def retire(root: Place, iteration: int, previous: int | None, retain: Retention) -> None:
     """Delete what `retain` lets go of, now that `iteration` is complete. Those of later iterations, links and
     incomplete folders stay. A failure is only a warning: the new checkpoint is safe."""
-    entries = _entries(root, "")
-    older = [number for number, path in entries.items() if number < iteration and not path.is_symlink()]
-    if retain.keep_last is not None or retain.keep_best is not None:
-        older = [number for number in older if problem(entries[number]) is None]
-    losses = _losses({number: entries[number] for number in (*older, iteration)}) if retain.keep_best else {}
-    for number in retain.to_delete(older, previous, losses):
-        try:
-            _remove(entries[number])
-        except OSError as error:
-            warnings.warn(f"{entries[number]} could not be deleted: {reason(error)}", stacklevel=2)
+    with _warning(f"not all older checkpoints in {root} could be looked at"):
+        entries = _entries(root, "")
+        older = [number for number, path in entries.items() if number < iteration and not path.is_symlink()]
+        if retain.keep_last is not None or retain.keep_best is not None:
+            older = [number for number in older if problem(entries[number]) is None]
+        losses = _losses({number: entries[number] for number in (*older, iteration)}) if retain.keep_best else {}
+        for number in retain.to_delete(older, previous, losses):
+            with _warning(f"{entries[number]} could not be deleted"):
+                _remove(entries[number])
+
+
+@contextmanager
+def _warning(what: str) -> Iterator[None]:
+    """What the operating system or a store refuses in the block is a warning."""
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        warnings.warn(f"{what}: {reason(error)}", stacklevel=4)
 
 
 def _losses(folders: Mapping[int, Place]) -> dict[int, float]:

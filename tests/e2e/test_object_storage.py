@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import MICRO, assert_same_checkpoint, checkpoint, run, written
-from tests.s3 import fetch
-
-
-def store_environment() -> dict[str, str]:
-    """What forked processes need to find the server."""
-    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+from tests.s3 import environment, fetch
 
 
 def go(save: str, metrics: Path, flags: str, processes: int = 1) -> None:
-    more = {"environment": store_environment()} if processes > 1 else {}
+    more = {"environment": environment()} if processes > 1 else {}
     run(f"{MICRO} --save {save} --load {save} --metrics-file {metrics} {flags}", processes, **more)
 
 
