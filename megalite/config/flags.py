@@ -46,8 +46,13 @@ EPILOG = (
 )
 
 
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://\S*")
+_ANY_TEXT = {"--prompt", "--system", "--eval-prompt", "--prompt-init-text"}
+
+
 class FlagParser(argparse.ArgumentParser):
-    """An ArgumentParser that raises a FlagError where argparse would exit."""
+    """An ArgumentParser that raises a FlagError where argparse would exit, and where a flag that names a file on this
+    machine is given an address."""
 
     def __init__(self, program: str, description: str) -> None:
         super().__init__(
@@ -65,6 +70,16 @@ class FlagParser(argparse.ArgumentParser):
         """Raise what argparse found, without its preamble."""
         message = message.removeprefix("argument ")
         raise FlagError(re.sub(r"ignored explicit argument '(.*)'", r"takes no value; remove =\1", message))
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        taking = {field.option for field in all_fields().values() if field.address}
+        flags = set(action.option_strings)
+        if _ADDRESS.fullmatch(arg_string) and not flags & (taking | _ANY_TEXT) and type(action) is not _TakeMegatronFlag:
+            raise FlagError(
+                f"{action.option_strings[0]} {arg_string}: this flag takes a path on this machine. Addresses like this "
+                f"one are taken by {', '.join(sorted(taking))}"
+            )
+        return super()._get_value(action, arg_string)
 
     def knows(self, name: str) -> bool:
         """Whether there is a flag of this name."""

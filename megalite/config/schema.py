@@ -330,7 +330,7 @@ class TokenizerConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    save: str | None = flag(None, "folder to save checkpoints in", writes="model")
+    save: str | None = flag(None, "folder to save checkpoints in, or s3://BUCKET/RUN", writes="model", address=True)
     save_interval: int | None = flag(
         None, "steps between saves; default: only at the end", aliases=("--persistent-save-interval",)
     )
@@ -341,10 +341,14 @@ class CheckpointConfig:
         "keep the checkpoints with the lowest validation losses, this many; without --keep-last-checkpoints only these "
         "and the newest",
     )
-    load: str | None = flag(None, "folder to resume from; if it has no checkpoint, training starts from the beginning")
+    load: str | None = flag(
+        None, "folder to resume from; if it has no checkpoint, training starts from the beginning", address=True
+    )
     ckpt_step: int | None = flag(None, "iteration to load instead of the newest")
     finetune: bool = flag(False, "load only the weights and start at iteration 0")
-    pretrained_checkpoint: str | None = flag(None, "folder to load weights from if --load has no checkpoint")
+    pretrained_checkpoint: str | None = flag(
+        None, "folder to load weights from if --load has no checkpoint", address=True
+    )
     save_optim: bool = flag(True, "do not save the optimizer's state", option="--no-save-optim")
     save_rng: bool = flag(True, "do not save the dropout seed", option="--no-save-rng")
     load_optim: bool = flag(True, "do not load the optimizer's state", option="--no-load-optim")
