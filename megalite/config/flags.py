@@ -74,7 +74,11 @@ class FlagParser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         taking = {field.option for field in all_fields().values() if field.address}
         flags = set(action.option_strings)
-        if _ADDRESS.fullmatch(arg_string) and not flags & (taking | _ANY_TEXT) and type(action) is not _TakeMegatronFlag:
+        if (
+            _ADDRESS.fullmatch(arg_string)
+            and not flags & (taking | _ANY_TEXT)
+            and type(action) is not _TakeMegatronFlag
+        ):
             raise FlagError(
                 f"{action.option_strings[0]} {arg_string}: this flag takes a path on this machine. Addresses like this "
                 f"one are taken by {', '.join(sorted(taking))}"

@@ -392,7 +392,9 @@ class LoggingConfig:
     profile: bool = flag(False, "write a torch.profiler trace of some steps")
     profile_step_start: int = flag(10, "first profiled step", bound=NOT_NEGATIVE)
     profile_step_end: int = flag(12, "step at which profiling ends (not included)", bound=NOT_NEGATIVE)
-    metrics_file: str | None = flag(None, "file for one JSON object per step, at full precision", writes="file")
+    metrics_file: str | None = flag(
+        None, "file for one JSON object per step, at full precision", writes="file", address=True
+    )
     timeline: str | None = flag(
         None, "folder for one file per rank: a JSON line per pipeline action, with its times", writes="folder"
     )

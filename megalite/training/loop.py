@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from megalite.distributed.collectives import broadcast_object
+from megalite.files.remote import place
 from megalite.training.diagnostics import Profiler
 from megalite.training.evaluation import Continuations, Evaluator, length_multiple
 from megalite.training.memory import measured_step, peak_process_memory
@@ -81,7 +82,7 @@ class Loop:
         Collective over the world."""
         path, found = self.config.logging.metrics_file, set[str]()
         if path is not None and self.mesh.is_first:
-            found = evaluated_splits(Path(path), self.state.iteration)
+            found = evaluated_splits(place(path), self.state.iteration)
         found = broadcast_object(found, self.mesh.world)
         for split in self.splits:
             if split in found:
@@ -111,19 +112,24 @@ class Loop:
                 self._evaluate("valid")
                 self.parts.saver.wait()  # nothing was stepped meanwhile, so little is left to wait for
             if last or self._due(config.checkpoint.save_interval):
-                self.parts.save()
+                self._save()
                 saved = state.iteration
             self.trainer.restart_clock()
             reason = self.stops.reason(state.iteration)
             if reason is not None:
                 self._sum_up(*begun, seconds)
                 if saved != state.iteration:
-                    self.parts.save()
+                    self._save()
                 self.parts.saver.wait()
                 self.say(f"exiting at iteration {state.iteration}: {reason}")
                 return True
         self._sum_up(*begun, seconds)
         return False
+
+    def _save(self) -> None:
+        for sink in self.sinks:
+            sink.flush()
+        self.parts.save()
 
     def _step(self) -> StepRecord:
         """One of the trainer's; the first one with its memory, where that is asked for."""

@@ -2,29 +2,117 @@
 
 from __future__ import annotations
 
+import os
+import random
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from s3fs import S3FileSystem
 
-from tests.e2e.runs import MICRO, assert_same_checkpoint, checkpoint, run, written
-from tests.s3 import environment, fetch
+from megalite.checkpoint.storage import OWNER
+from megalite.files.owner import owning
+from tests.e2e.runs import (
+    MICRO,
+    Forked,
+    Outcome,
+    assert_same_checkpoint,
+    checkpoint,
+    refusal,
+    run,
+    wait_for,
+    written,
+)
+from tests.s3 import at, environment, fetch
 
 
-def go(save: str, metrics: Path, flags: str, processes: int = 1) -> None:
+def go(save: str, flags: str, processes: int = 1, **how: Any) -> Outcome:
     more = {"environment": environment()} if processes > 1 else {}
-    run(f"{MICRO} --save {save} --load {save} --metrics-file {metrics} {flags}", processes, **more)
+    return run(f"{MICRO} --save {save} --load {save} --metrics-file {save}/m.jsonl {flags}", processes, **more, **how)
 
 
-@pytest.mark.parametrize(("processes", "flags"), [(1, ""), (2, "--async-save --use-distributed-optimizer")])
-def test_a_run_saved_in_object_storage_is_the_run_saved_on_the_disk_and_resumes_like_it(
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [(1, "--async-save"), pytest.param(2, "--async-save --use-distributed-optimizer", marks=pytest.mark.slow)],
+)
+def test_a_run_in_object_storage_is_the_run_on_the_disk_and_resumes_like_it(
     bucket: str, tmp_path: Path, processes: int, flags: str
 ) -> None:
-    address, flags = f"{bucket}/same{processes}", f"--bf16 --train-iters 4 --save-interval 2 {flags}"
-    go(str(tmp_path / "disk"), tmp_path / "disk.jsonl", flags, processes)
-    go(address, tmp_path / "store.jsonl", f"{flags} --exit-interval 2", processes)
-    go(address, tmp_path / "store.jsonl", flags, processes)
-    assert written(tmp_path / "store.jsonl") == written(tmp_path / "disk.jsonl")
+    address, disk = f"{bucket}/same{processes}", tmp_path / "disk"
+    flags = f"--bf16 --train-iters 4 --save-interval 2 --keep-last-checkpoints 2 {flags}"
+    go(str(disk), flags, processes)
+    go(address, f"{flags} --exit-interval 2", processes)
+    go(address, flags, processes)
     here = fetch(address, tmp_path / "fetched")
-    assert sorted(path.name for path in here.iterdir()) == sorted(path.name for path in (tmp_path / "disk").iterdir())
+    assert written(here / "m.jsonl") == written(disk / "m.jsonl")
+    assert [path.name for path in sorted(here.iterdir())] == [path.name for path in sorted(disk.iterdir())]
     for iteration in (2, 4):
-        assert_same_checkpoint(checkpoint(here, iteration), checkpoint(tmp_path / "disk", iteration))
+        assert_same_checkpoint(checkpoint(here, iteration), checkpoint(disk, iteration))
+
+
+@pytest.mark.parametrize("trial", [0, *(pytest.param(trial, marks=pytest.mark.slow) for trial in range(1, 20))])
+def test_a_run_killed_at_any_moment_resumes_and_ends_as_if_nothing_had_been(
+    bucket: str, tmp_path: Path, trial: int
+) -> None:
+    """Killed twice: every third time right in a save, as soon as its first file is there."""
+    draw, save, last = random.Random(trial), f"{bucket}/killed{trial}", 12 if trial else 4
+    flags = f"--train-iters {last} --save-interval 1 --keep-last-checkpoints 2 {'--async-save' if trial % 2 else ''}"
+    for kill in range(2 if trial else 1):
+        forked = start(save, flags)
+        wait_for(lambda at_least=3 * kill + 2: begun(save) >= at_least or not forked.members())  # noqa: B023
+        if trial % 3:
+            time.sleep(draw.random() * 0.5)
+        forked.kill()
+    outcome = start(save, flags).wait()
+    assert outcome.code == 0, str(outcome)
+    go(str(tmp_path), flags)
+    here = fetch(save, tmp_path / "fetched")
+    assert written(here / "m.jsonl") == written(tmp_path / "m.jsonl")
+    assert_same_checkpoint(checkpoint(here, last), checkpoint(tmp_path, last))
+
+
+def start(save: str, flags: str) -> Forked:
+    flags = f"{MICRO} --save {save} --load {save} --metrics-file {save}/m.jsonl {flags}"
+    return Forked(flags, 1, None, environment())
+
+
+def begun(address: str) -> int:
+    """The newest iteration of which a file is there."""
+    found = at(address).glob("iter_*")
+    return max((int(each.name[5:]) for each in found), default=0)
+
+
+def test_two_runs_in_one_place_are_told(bucket: str) -> None:
+    save = f"{bucket}/taken"
+    with owning(at(save) / OWNER, "it"):
+        outcome = go(save, "--train-iters 1", check=False)
+    assert outcome.code == 1
+    assert f"--save {save} is used by another run (process {os.getpid()} on host" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tensorboard-dir s3://tests/tb", "--tensorboard-dir s3://tests/tb: this flag takes a path on this machine"),
+        ("--save s3://", "s3:// names no place: give one like s3://BUCKET/FOLDER"),
+        ("--save nostore://tests/run", "nostore://tests/run: Protocol not known: nostore"),
+        ("--load s3://nobucket/run --exit-on-missing-checkpoint", None),
+    ],
+)
+def test_what_is_no_place_is_told_before_anything_starts(bucket: str, flags: str, message: str | None) -> None:
+    if message is not None:
+        assert message in refusal(f"{MICRO} {flags}")
+    else:
+        assert "holds no checkpoint" in run(f"{MICRO} {flags}", check=False).err
+
+
+@pytest.mark.slow  # it is asked again and again
+def test_without_credentials_or_server_the_message_says_so(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(S3FileSystem, "retries", 1)
+    S3FileSystem.clear_instance_cache()
+    try:
+        assert "Could not connect to the endpoint" in refusal(f"{MICRO} --save {bucket}/nowhere")
+    finally:
+        S3FileSystem.clear_instance_cache()
