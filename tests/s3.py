@@ -58,3 +58,8 @@ def fetch(address: str, folder: Path) -> Path:
         else:
             (folder / each.name).write_bytes(each.read_bytes())
     return folder
+
+
+def put(file: Path, address: str) -> None:
+    """Store a file in a folder of objects."""
+    (at(address) / file.name).write_bytes(file.read_bytes())

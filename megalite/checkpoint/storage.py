@@ -100,9 +100,9 @@ def directory_name(iteration: int) -> str:
 
 def _entries(root: Place, suffix: str) -> dict[int, Place]:
     """Folders of checkpoints with this suffix (.tmp: being written or deleted, .old: being replaced), by iteration."""
-    matches = ((path, _NAME.fullmatch(path.name)) for path in root.iterdir())
-    found = {int(match[1]): path for path, match in matches if match and (match[2] or "") == suffix and path.is_dir()}
-    return dict(sorted(found.items()))
+    names = root.folders() if isinstance(root, Remote) else [path.name for path in root.iterdir() if path.is_dir()]
+    matches = (match for name in names if (match := _NAME.fullmatch(name)) and (match[2] or "") == suffix)
+    return dict(sorted((int(match[1]), root / match[0]) for match in matches))
 
 
 def begin(root: Place, iteration: int) -> Place:

@@ -47,7 +47,7 @@ EPILOG = (
 
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://\S*")
-_ANY_TEXT = {"--prompt", "--system", "--eval-prompt", "--prompt-init-text"}
+_FREE = {"--prompt", "--system", "--eval-prompt", "--prompt-init-text", "--adapter"}  # texts; an address too
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -73,15 +73,12 @@ class FlagParser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         taking = {field.option for field in all_fields().values() if field.address}
-        flags = set(action.option_strings)
-        if (
-            _ADDRESS.fullmatch(arg_string)
-            and not flags & (taking | _ANY_TEXT)
-            and type(action) is not _TakeMegatronFlag
-        ):
+        free = isinstance(action, _TakeMegatronFlag) or not (taking | _FREE).isdisjoint(action.option_strings)
+        if _ADDRESS.fullmatch(arg_string) and not free:
+            name = "/".join(action.option_strings) or action.metavar or action.dest
             raise FlagError(
-                f"{action.option_strings[0]} {arg_string}: this flag takes a path on this machine. Addresses like this "
-                f"one are taken by {', '.join(sorted(taking))}"
+                f"{name} {arg_string}: this takes a path on this machine. Addresses like this one are taken by "
+                + ", ".join(sorted(taking))
             )
         return super()._get_value(action, arg_string)
 

@@ -282,13 +282,19 @@ class PrecisionConfig:
 class DataConfig:
     """Where training text comes from and in which order."""
 
-    data_path: list[str] | None = flag(None, "prefix of one .bin/.idx pair, or a blend: WEIGHT PREFIX ...")
+    data_path: list[str] | None = flag(
+        None, "prefix of one .bin/.idx pair, or a blend: WEIGHT PREFIX ...", address=True
+    )
     split: str | None = flag(None, "shares of documents for train,valid,test; default 969,30,1")
-    train_data_path: list[str] | None = flag(None, "prefix or blend for training, instead of --data-path with --split")
-    valid_data_path: list[str] | None = flag(None, "prefix or blend for validation")
-    test_data_path: list[str] | None = flag(None, "prefix or blend for testing")
+    train_data_path: list[str] | None = flag(
+        None, "prefix or blend for training, instead of --data-path with --split", address=True
+    )
+    valid_data_path: list[str] | None = flag(None, "prefix or blend for validation", address=True)
+    test_data_path: list[str] | None = flag(None, "prefix or blend for testing", address=True)
     data_args_path: str | None = flag(None, "file with the arguments of --data-path")
-    data_cache_path: str | None = flag(None, "folder for the sample indices; default: cache/ beside each dataset")
+    data_cache_path: str | None = flag(
+        None, "folder for the sample indices, and for data from object storage; default: cache/ beside each dataset"
+    )
     mmap_bin_files: bool = flag(True, "read .bin files instead of memory-mapping them", option="--no-mmap-bin-files")
     mock_data: bool = flag(False, "generated documents with a pattern that a model can learn, instead of files")
     seq_length: int = flag(None, "tokens in a sequence", needed=True)

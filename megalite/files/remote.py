@@ -13,6 +13,7 @@ import errno
 import os
 import posixpath
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -91,6 +92,10 @@ class Remote:
         """The folder's files, by name, with their sizes in bytes."""
         return {name: entry["size"] for name, entry in self._entries().items() if entry["type"] == "file"}
 
+    def folders(self) -> list[str]:
+        """The names of the folders in it."""
+        return [name for name, entry in self._entries().items() if entry["type"] == "directory"]
+
     def _entries(self) -> dict[str, dict[str, Any]]:
         with self._asked() as store:
             entries = {entry["name"].rstrip("/"): entry for entry in store.ls(self.path, detail=True)}
@@ -104,6 +109,11 @@ class Remote:
         """`st_size` in bytes, nothing else."""
         with self._asked() as store:
             return SimpleNamespace(st_size=int(store.size(self.path)))
+
+    def version(self) -> str:
+        """Another text once the object is another one."""
+        with self._asked() as store:
+            return str(store.ukey(self.path))
 
     def read_bytes(self) -> bytes:
         with self._asked() as store:
@@ -214,6 +224,17 @@ def place(given: str | os.PathLike[str] | Remote) -> Place:
     if found[2].strip("/") == "" or path.startswith(".."):
         raise UserError(f"{text} names no place: give one like s3://BUCKET/FOLDER")
     return Path(found[2]) if found[1] == "file" else Remote(found[1], path)
+
+
+def here(folder: Place) -> tuple[Path, object]:
+    """A folder on this machine with the files of a small folder, and an object that has to live as long as they are
+    read: with it the copies end that were made of those in storage."""
+    if isinstance(folder, Path):
+        return folder, None
+    fetched = tempfile.TemporaryDirectory(prefix="megalite-", ignore_cleanup_errors=True)
+    for name in folder.sizes():
+        Path(fetched.name, name).write_bytes((folder / name).read_bytes())
+    return Path(fetched.name), fetched
 
 
 def file_sizes(folder: Place) -> dict[str, int]:

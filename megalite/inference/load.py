@@ -86,7 +86,7 @@ class LoadedModel:
 
     def with_adapter(self, folder: str, notes: Iterable[str]) -> LoadedModel:
         """What it is once the adapter in `folder` has been put on, which may know more ends of a text."""
-        name, ends = f"{self.name}+{name_of(folder)}", self.ends | stored_ends(together(Path(folder)))
+        name, ends = f"{self.name}+{name_of(folder)}", self.ends | stored_ends(together(place(folder)))
         return dataclasses.replace(self, name=name, notes=[*self.notes, *notes], ends=ends)
 
 

@@ -8,13 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from s3fs import S3FileSystem
 
 from megalite.checkpoint.storage import OWNER
 from megalite.files.owner import owning
+from tests.data.token_files import write_tokens
 from tests.e2e.runs import (
     MICRO,
+    MOCK,
     Forked,
     Outcome,
     assert_same_checkpoint,
@@ -24,7 +27,7 @@ from tests.e2e.runs import (
     wait_for,
     written,
 )
-from tests.s3 import at, environment, fetch
+from tests.s3 import at, environment, fetch, put
 
 
 def go(save: str, flags: str, processes: int = 1, **how: Any) -> Outcome:
@@ -49,6 +52,17 @@ def test_a_run_in_object_storage_is_the_run_on_the_disk_and_resumes_like_it(
     assert [path.name for path in sorted(here.iterdir())] == [path.name for path in sorted(disk.iterdir())]
     for iteration in (2, 4):
         assert_same_checkpoint(checkpoint(here, iteration), checkpoint(disk, iteration))
+
+
+def test_a_run_reads_its_data_from_object_storage_as_from_the_disk(bucket: str, tmp_path: Path) -> None:
+    documents = [np.arange(40 + n) % 46 for n in range(20)]
+    prefix = write_tokens(tmp_path / "corpus", documents)
+    for suffix in (".bin", ".idx"):
+        put(Path(prefix + suffix), f"{bucket}/data")
+    flags = f"{MICRO.replace(MOCK, '')} --train-iters 2 --split 1,0,0 --data-cache-path {tmp_path}/cache"
+    for name, path in (("disk", prefix), ("store", f"{bucket}/data/corpus")):
+        run(f"{flags} --data-path {path} --metrics-file {tmp_path}/{name}.jsonl")
+    assert written(tmp_path / "store.jsonl") == written(tmp_path / "disk.jsonl")
 
 
 @pytest.mark.parametrize("trial", [0, *(pytest.param(trial, marks=pytest.mark.slow) for trial in range(1, 20))])

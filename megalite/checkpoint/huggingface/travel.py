@@ -53,8 +53,10 @@ _FIELDS = {
 
 def read_small_files(folder: Place) -> dict[str, bytes]:
     """Tokenizer, templates, generation settings and `config.json` of a folder: content by name."""
-    templates = sorted(f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja"))
-    names = (*TOKENIZER_FILES, CONFIG_FILE, *templates)
+    names = [*TOKENIZER_FILES, CONFIG_FILE]
+    if isinstance(folder, Remote):
+        names = [path.name for path in folder.glob("*") if path.name in names]
+    names += sorted(f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja"))
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
