@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
-from megalite.files.remote import Remote, place
+from megalite.files.remote import Remote, RemoteError, place
 
 _SERVER = """
 import sys
@@ -63,3 +65,20 @@ def fetch(address: str, folder: Path) -> Path:
 def put(file: Path, address: str) -> None:
     """Store a file in a folder of objects."""
     (at(address) / file.name).write_bytes(file.read_bytes())
+
+
+@contextmanager
+def down_from(operation: int) -> Iterator[list[int]]:
+    """The store answers until the given operation, and to none after it: as if the writer were killed there."""
+    asked, count = Remote._asked, [0]
+
+    @contextmanager
+    def counted(self: Remote) -> Iterator[Any]:
+        count[0] += 1
+        if count[0] >= operation:
+            raise RemoteError(5, "the store is down", str(self))
+        with asked(self) as store:
+            yield store
+
+    with mock.patch.object(Remote, "_asked", counted):
+        yield count

@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -27,7 +26,7 @@ from megalite.files.owner import check_unowned, owning
 from megalite.files.remote import Remote, RemoteError
 from tests.checkpoint import logical
 from tests.checkpoint.one_tensor import names, save, value_of
-from tests.s3 import at, environment
+from tests.s3 import at, down_from, environment
 
 
 @pytest.fixture
@@ -37,23 +36,6 @@ def root() -> Iterator[Remote]:
     folder.remove_tree()
     yield folder
     folder.remove_tree()
-
-
-@contextmanager
-def down_from(operation: int) -> Iterator[list[int]]:
-    """The store answers until the given operation, and to none after it: as if the writer were killed there."""
-    asked, count = Remote._asked, [0]
-
-    @contextmanager
-    def counted(self: Remote) -> Iterator[Any]:
-        count[0] += 1
-        if count[0] >= operation:
-            raise RemoteError(5, "the store is down", str(self))
-        with asked(self) as store:
-            yield store
-
-    with mock.patch.object(Remote, "_asked", counted):
-        yield count
 
 
 def newest(root: Remote) -> int:

@@ -64,7 +64,7 @@ def make_and_save(
     if peft.load_adapter is None:
         loud = (piece._replace(spec=replace(piece.spec, init=Init(std=0.3))) for piece in pieces)
         initialize_pieces(loud, 11)
-    plan.save(target, pieces, mesh, class_names=classes)
+    plan.stage(target, pieces, mesh, class_names=classes)(mesh.world)
 
 
 @torch.no_grad()
