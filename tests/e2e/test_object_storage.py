@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from s3fs import S3FileSystem
+from safetensors.torch import load
 
 from megalite.checkpoint.storage import OWNER
 from megalite.files.owner import owning
+from megalite.files.remote import place
+from megalite.peft.files import WEIGHTS_FILE
+from tests.data.chat_files import pairs, write_lines
 from tests.data.token_files import write_tokens
 from tests.e2e.runs import (
     MICRO,
     MOCK,
+    ROOT,
     Forked,
     Outcome,
     assert_same_checkpoint,
@@ -27,6 +34,8 @@ from tests.e2e.runs import (
     wait_for,
     written,
 )
+from tests.e2e.test_finetune import COMMON, save_base
+from tests.helpers import load_tool
 from tests.s3 import at, environment, fetch, put
 
 
@@ -130,3 +139,50 @@ def test_without_credentials_or_server_the_message_says_so(bucket: str, monkeypa
         assert "Could not connect to the endpoint" in refusal(f"{MICRO} --save {bucket}/nowhere")
     finally:
         S3FileSystem.clear_instance_cache()
+
+
+def test_an_adapter_and_a_checkpoint_in_object_storage_are_used_like_those_on_the_disk(
+    bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, data = save_base(tmp_path / "base", num_hidden_layers=2), write_lines(tmp_path / "sft.jsonl", pairs(12))
+    flags = f"{COMMON} --load-hf {base} --sft-data {data} --peft lora --train-iters 2 --eval-iters 0 --lr 2e-2"
+    adapters = {}
+    for root in (f"{tmp_path}/disk", f"{bucket}/tuned"):
+        places = f"--save {root}/run --load {root}/run --save-adapter {root}/adapter"
+        run(f"{flags} {places} --exit-interval 1", script="finetune")
+        run(f"{flags} {places}", script="finetune")
+        run(f"{flags} --load-adapter {root}/adapter --save-adapter {root}/second", script="finetune")
+        adapters[root] = [load((place(f"{root}/{name}") / WEIGHTS_FILE).read_bytes()) for name in ("adapter", "second")]
+    for here, there in zip(*adapters.values(), strict=True):
+        assert here.keys() == there.keys()
+        assert all(torch.equal(here[name], there[name]) for name in here)
+
+    def tool(name: str, words: str) -> str:
+        capsys.readouterr()
+        assert load_tool(ROOT / "tools" / name).main(shlex.split(words)) == 0
+        return capsys.readouterr().out
+
+    generate = f"--load-hf {base} --prompt hello --max-new-tokens 4 --device cpu --adapter"
+    assert tool("generate.py", f"{generate} {bucket}/tuned/adapter") == tool(
+        "generate.py", f"{generate} {tmp_path}/disk/adapter"
+    )
+    tool("merge_adapter.py", f"--load-hf {base} --adapter {bucket}/tuned/adapter --hf {tmp_path}/merged")
+    assert "iteration 2" in tool("convert_checkpoint.py", f"inspect --load {bucket}/tuned/run")
+    tool("convert_checkpoint.py", f"reshard --load {bucket}/tuned/run --save {bucket}/tuned/again")
+    assert "iteration 2" in tool("convert_checkpoint.py", f"inspect --load {bucket}/tuned/again")
+
+
+def test_a_model_is_generated_from_and_exported_out_of_object_storage(
+    bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = save_base(tmp_path / "base", num_hidden_layers=2)
+    convert, generate = load_tool(ROOT / "tools" / "convert_checkpoint.py"), load_tool(ROOT / "tools" / "generate.py")
+    written = []
+    for root in (f"{tmp_path}/run", f"{bucket}/model"):
+        convert.main(shlex.split(f"hf-to-megalite --hf {base} --save {root} --no-compare"))
+        capsys.readouterr()
+        generate.main(shlex.split(f"--load {root} --prompt hello --max-new-tokens 4 --device cpu"))
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1] != ""
+    convert.main(shlex.split(f"megalite-to-hf --load {bucket}/model --hf {tmp_path}/exported --no-compare"))
+    assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
