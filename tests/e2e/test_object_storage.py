@@ -119,7 +119,7 @@ def test_two_runs_in_one_place_are_told(bucket: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tensorboard-dir s3://tests/tb", "--tensorboard-dir s3://tests/tb: this flag takes a path on this machine"),
+        ("--tensorboard-dir s3://tests/tb", "--tensorboard-dir s3://tests/tb: this takes a path on this machine"),
         ("--save s3://", "s3:// names no place: give one like s3://BUCKET/FOLDER"),
         ("--save nostore://tests/run", "nostore://tests/run: Protocol not known: nostore"),
         ("--load s3://nobucket/run --exit-on-missing-checkpoint", None),
