@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.measure import Row, seconds
 from benchmarks.workloads import OurSteps, Workload
+from megalite.checkpoint.checkpoint import write_and_commit
 from megalite.checkpoint.storage import Retention, find_checkpoint
 from megalite.config.schema import PrecisionConfig
 from megalite.data.sample_index import build_index
@@ -80,8 +81,12 @@ def checkpoint(name: str, workload: Workload, rounds: int) -> Iterator[Row]:
             assert found is not None
             resume.load(found, model, progress, weights_only=False)
 
+        def save() -> None:
+            planned = resume.plan_save(model, progress, str(root), retain=Retention(), beside={})
+            write_and_commit(planned, model.mesh.world)
+
         sides: dict[str, Callable[[], object]] = {
-            "megalite save": lambda: resume.save(model, progress, str(root), retain=Retention(), beside={}),
+            "megalite save": save,
             "torch save": save_by_torch,
             "megalite load": load,
             "torch load": lambda: torch.load(file),
