@@ -79,7 +79,7 @@ def train(mesh: Mesh, values: dict[str, dict[str, Any]], steps: int, directory: 
     pieces = run.optimizer.parameter_pieces
     if directory is not None:
         assert run.model.adapter is not None
-        run.model.adapter.save(directory, pieces().values(), mesh)
+        run.model.adapter.stage(directory, pieces().values(), mesh)(mesh.world)
     adapter = gather(pieces().values(), mesh)
     outcome = Outcome(
         [record.lm_loss for record in records],
