@@ -36,10 +36,17 @@ SERVE = [
     "uvicorn>=0.54.0,<0.55",  # speaks HTTP; the server bounds its connections through its protocol class
     "pydantic>=2.14.4,<2.15",  # checks requests
 ]
+S3 = [
+    "s3fs>=2026.9.0,<2027",  # s3:// for fsspec: checkpoints, adapters, metrics and data in object storage
+]
 TEST = [
     *HF,
     *SERVE,
+    *S3,
     "openai>=3.57.0,<3.58",  # the independent truth for the server: the official client
+    "moto[s3]>=5.2.5,<6",  # a server of the S3 protocol on this machine
+    "flask>=3.1.3,<4",  # what that server runs on; moto's own extra for it brings a dozen packages more
+    "flask-cors>=6.0.5,<7",  # it imports this too
     "pytest>=9.2.0,<10",  # runs the tests
     "pytest-timeout>=2.4.0,<3",  # one hung test fails alone
     "pytest-xdist>=3.8.0,<4",  # runs test files beside each other
@@ -74,5 +81,5 @@ setup(
     packages=find_packages(include=["megalite", "megalite.*"]),
     package_data={"megalite.config": ["megatron_flags.tsv"]},
     install_requires=DEPENDENCIES,
-    extras_require={"hf": HF, "serve": SERVE, "test": TEST, "dev": DEV},
+    extras_require={"hf": HF, "serve": SERVE, "s3": S3, "test": TEST, "dev": DEV},
 )

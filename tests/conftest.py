@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 
 from megalite.distributed.pool import ProcessPool
 from tests.helpers import PRELOADED
+from tests.s3 import serving
 
 POOL_SIZE, FULL_POOL_SIZE = 4, 8  # processes of the suite's layouts, and of the full matrices
 
@@ -18,6 +21,16 @@ def pool(pytestconfig: pytest.Config) -> Iterator[ProcessPool]:
     """The session's worker processes, started by the first test that calls them."""
     with ProcessPool(FULL_POOL_SIZE if _is_full(pytestconfig) else POOL_SIZE, preload=PRELOADED) as workers:
         yield workers
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[str]:
+    """The address of a bucket on a server of the S3 protocol, which the environment names while the session runs."""
+    with serving() as environment, mock.patch.dict(os.environ, environment):
+        import s3fs
+
+        s3fs.S3FileSystem().mkdir("tests")
+        yield "s3://tests"
 
 
 def _is_full(config: pytest.Config) -> bool:

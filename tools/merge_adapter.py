@@ -14,6 +14,7 @@ from lib.cli import run_tool
 from megalite.checkpoint.options import add_folder_flags
 from megalite.config.errors import FlagError, UserError
 from megalite.config.flags import FlagParser, parse_namespace
+from megalite.files.remote import place
 
 
 def parser() -> FlagParser:
@@ -21,10 +22,10 @@ def parser() -> FlagParser:
     model = "Hugging Face folder of the model, or OWNER/NAME of one on a hub (or --load)"
     flags.add_argument("--load-hf", metavar="DIR", help=model)
     add_folder_flags(flags.add_argument)
-    flags.add_argument("--load", type=Path, metavar="DIR", help="folder of a run's checkpoints (or --load-hf)")
+    flags.add_argument("--load", type=place, metavar="DIR", help="folder of a run's checkpoints (or --load-hf)")
     flags.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
     adapter = "folder in PEFT's format; default: the adapter is that of the checkpoint of --load, --load-hf its model"
-    flags.add_argument("--adapter", type=Path, metavar="DIR", help=adapter)
+    flags.add_argument("--adapter", type=place, metavar="DIR", help=adapter)
     flags.add_argument("--hf", required=True, type=Path, metavar="DIR", help="new folder for the merged model")
     return flags
 

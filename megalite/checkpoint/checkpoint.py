@@ -10,7 +10,6 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +28,11 @@ from megalite.config.fields import all_fields
 from megalite.config.schema import RunConfig
 from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.pieces import Piece
+from megalite.files.remote import Place, Remote, place
 
 
 def save_checkpoint(
-    root: Path,
+    root: Place,
     iteration: int,
     *,
     mesh: Mesh,
@@ -41,7 +41,7 @@ def save_checkpoint(
     training_state: dict[str, Any],
     retain: Retention,
     beside: Mapping[str, bytes] | None = None,
-) -> Path:
+) -> Place:
     """Write `root/iter_0000100/` and, last, the tracker; then delete what `retain` lets go of. Collective (world).
 
     See `plan` for what is written. Where any rank fails all raise the same `CheckpointError`, nothing of the attempt
@@ -65,7 +65,7 @@ class Planned:
     """A checkpoint to write: `chunks` are read when they are written, so until then, or until they are staged, what
     they show may not change. `texts`, `beside`: small files by name."""
 
-    root: Path
+    root: Place
     iteration: int
     chunks: Sequence[Chunk]
     texts: Mapping[str, str]
@@ -73,13 +73,13 @@ class Planned:
     retain: Retention
 
     @property
-    def target(self) -> Path:
+    def target(self) -> Place:
         """Its folder, once it's complete."""
         return self.root / storage.directory_name(self.iteration)
 
 
 def plan(
-    root: Path,
+    root: Place,
     iteration: int,
     *,
     mesh: Mesh,
@@ -102,7 +102,7 @@ def plan(
     return Planned(root, iteration, chunks, texts, beside or {}, retain)
 
 
-def write_and_commit(planned: Planned, group: Group) -> Path:
+def write_and_commit(planned: Planned, group: Group) -> Place:
     """Write all files, then give the checkpoint its name; its folder. Collective over `group`, all ranks.
 
     All raise the same `CheckpointError` where one of them fails, and nothing of the attempt stays.
@@ -122,7 +122,7 @@ def write(planned: Planned, group: Group) -> None:
     on_first_rank(lambda: storage.begin(root, iteration), group)
     with _abandoning(planned, group):
         unseen = f"{folder} isn't visible here: --save must name a folder that all machines share"
-        agree(None if folder.is_dir() else unseen, group)
+        agree(None if isinstance(folder, Remote) or folder.is_dir() else unseen, group)
         write_shards(folder, planned.chunks, group)
         on_first_rank(lambda: storage.write_documents(folder, planned.texts), group)
 
@@ -149,7 +149,7 @@ def _abandoning(planned: Planned, group: Group) -> Iterator[None]:
 
 @torch.no_grad()
 def load_checkpoint(
-    directory: str | os.PathLike[str], *, mesh: Mesh, pieces: Iterable[Piece], strict: bool = True
+    directory: str | os.PathLike[str] | Remote, *, mesh: Mesh, pieces: Iterable[Piece], strict: bool = True
 ) -> None:
     """Fill `pieces`, named by their keys, from a checkpoint of any layout. Collective over the world.
 
@@ -157,7 +157,7 @@ def load_checkpoint(
     with the logical shape of its spec. With `strict`, some rank must want something of every parameter in the
     checkpoint. All ranks raise the same `CheckpointError`, naming keys or file; pieces may then be filled in part.
     """
-    path = Path(directory)
+    path = place(directory)
     index, plan = Index({}, {}), ReadPlan()
 
     def prepare() -> None:
@@ -174,9 +174,9 @@ def load_checkpoint(
     read_shards_together(path, plan.reads, mesh)
 
 
-def read_checkpoint_config(directory: str | os.PathLike[str]) -> RunConfig:
+def read_checkpoint_config(directory: str | os.PathLike[str] | Remote) -> RunConfig:
     """The configuration of the run that wrote a checkpoint."""
-    path = Path(directory, storage.CONFIG_FILE)
+    path = place(directory) / storage.CONFIG_FILE
     values = storage.read_json(path)
     try:
         return RunConfig.from_dict(values)
@@ -184,12 +184,12 @@ def read_checkpoint_config(directory: str | os.PathLike[str]) -> RunConfig:
         raise CheckpointError(f"{path} is not a configuration of this version: {error}") from error
 
 
-def read_training_state(directory: str | os.PathLike[str]) -> dict[str, Any]:
+def read_training_state(directory: str | os.PathLike[str] | Remote) -> dict[str, Any]:
     """What was passed to `save_checkpoint` as `training_state`."""
-    return storage.read_json(Path(directory, storage.STATE_FILE))
+    return storage.read_json(place(directory) / storage.STATE_FILE)
 
 
-def _refuse_misfits(path: Path, plan: ReadPlan) -> None:
+def _refuse_misfits(path: Place, plan: ReadPlan) -> None:
     """Raise where the checkpoint can't fill what this rank wants, with the flags that are probably wrong."""
     if plan.shapes:
         lines = (f"{key}: {stored} in the checkpoint, {here} in the run" for key, (stored, here) in plan.shapes.items())
@@ -208,7 +208,7 @@ def _refuse_misfits(path: Path, plan: ReadPlan) -> None:
         raise CheckpointError(f"{path} holds only parts of{listed(plan.gaps)}")
 
 
-def _refuse_unwanted(path: Path, index: Index, wanted: set[str], mesh: Mesh) -> None:
+def _refuse_unwanted(path: Place, index: Index, wanted: set[str], mesh: Mesh) -> None:
     """Raise where the checkpoint holds parameters that no rank wants. Collective; all ranks read the same index."""
     # State alone may be of a weight that is elsewhere: an adapter's checkpoint has FP8 histories of frozen layers.
     names = sorted({parameter_name(key) for key in index.tensors if not key.startswith(STATE_PREFIX)})
@@ -218,7 +218,7 @@ def _refuse_unwanted(path: Path, index: Index, wanted: set[str], mesh: Mesh) -> 
         raise CheckpointError(f"{path} holds parameters that this network doesn't have:{listed(unwanted)}{advice}")
 
 
-def _hint(path: Path, sizes: Collection[int] = (), *, tables: bool = False) -> str:
+def _hint(path: Place, sizes: Collection[int] = (), *, tables: bool = False) -> str:
     """The checkpoint's network as flags, those first whose value is one of `sizes`. `tables`: only those over the
     vocabulary have another shape."""
     try:

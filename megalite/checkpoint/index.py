@@ -7,10 +7,10 @@ Checkpoints of older versions, in the format of torch.distributed.checkpoint, ar
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import torch_dist
@@ -18,12 +18,13 @@ from megalite.checkpoint.errors import CheckpointError, naming, reason
 from megalite.checkpoint.stored import Index, StoredChunk, TensorInfo, check_place
 from megalite.checkpoint.tensor_file import DTYPES, NAMES
 from megalite.distributed.param_spec import Shape
+from megalite.files.remote import Place, Remote, file_sizes, place
 
 INDEX_FILE = "index.json"
 _FORMAT = "megalite 2"
 
 
-def write_index(directory: Path, index: Index) -> None:
+def write_index(directory: Place, index: Index) -> None:
     """Write the index. A `CheckpointError` where the chunks of a tensor aren't the whole of it."""
     tensors: dict[str, Any] = {}
     for key, (shape, dtype) in sorted(index.tensors.items()):
@@ -37,11 +38,12 @@ def write_index(directory: Path, index: Index) -> None:
     (directory / INDEX_FILE).write_text(json.dumps(values, indent=None), encoding="utf-8")
 
 
-def read_index(directory: str | os.PathLike[str]) -> Index:
+def read_index(directory: str | os.PathLike[str] | Remote) -> Index:
     """The index of the checkpoint in `directory`. Raises `CheckpointError` where it is missing, damaged or hostile."""
-    path = Path(directory, INDEX_FILE)
-    if not path.exists() and Path(directory, torch_dist.INDEX_FILE).exists():
-        return torch_dist.read_index(Path(directory))
+    folder = place(directory)
+    path = folder / INDEX_FILE
+    if not path.exists() and (folder / torch_dist.INDEX_FILE).exists():
+        return torch_dist.read_index(folder)
     index = Index({}, {})
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -71,16 +73,19 @@ def _chunk(key: str, info: TensorInfo, start: list[int], sizes: list[int], *plac
     return StoredChunk(first, shape, info.dtype, file, offset, checksum)
 
 
-def check_files(directory: str | os.PathLike[str], files: dict[str, int]) -> None:
+def check_files(directory: str | os.PathLike[str] | Remote, files: dict[str, int]) -> None:
     """Raise `CheckpointError` where a data file is missing or shorter than `files` says."""
+    folder = place(directory)
+    with naming(folder):
+        there = file_sizes(folder)
     for name, size in files.items():
-        path = Path(directory, name)
-        with naming(path):
-            actual = path.stat().st_size
-        if actual < size:
-            raise CheckpointError(f"{path} is truncated: it has {actual} bytes and needs at least {size}")
+        path = folder / name
+        if name not in there:
+            raise CheckpointError(f"{path}: {os.strerror(errno.ENOENT)}")
+        if there[name] < size:
+            raise CheckpointError(f"{path} is truncated: it has {there[name]} bytes and needs at least {size}")
 
 
-def stored_tensors(directory: str | os.PathLike[str]) -> dict[str, TensorInfo]:
+def stored_tensors(directory: str | os.PathLike[str] | Remote) -> dict[str, TensorInfo]:
     """Shape and dtype of every tensor of a checkpoint, by key, from its index alone."""
     return dict(sorted(read_index(directory).tensors.items()))

@@ -19,6 +19,7 @@ from megalite.checkpoint.storage import CheckpointDirectory
 from megalite.checkpoint.stored import TensorInfo
 from megalite.config.resolve import expert_layers, head_widths
 from megalite.config.schema import ROTARY, ModelConfig, RunConfig
+from megalite.files.remote import file_sizes
 from megalite.precision.policy import Precision
 
 _PREFIX = "model."
@@ -68,7 +69,7 @@ def describe_checkpoint(source: CheckpointDirectory) -> dict[str, Any]:
         "total_parameters": sum(entry["number"] for entry in parameters),
         "parameter_bytes": sum(entry["bytes"] for entry in parameters),
         "data_files": len(index.files),
-        "bytes_on_disk": sum(file.stat().st_size for file in source.path.iterdir() if file.is_file()),
+        "bytes_on_disk": sum(file_sizes(source.path).values()),
     }
 
 

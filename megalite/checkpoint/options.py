@@ -12,6 +12,7 @@ from pathlib import Path
 from megalite.config.errors import FlagError
 from megalite.config.flags import FlagParser, parse_namespace
 from megalite.config.schema_finetune import HUBS
+from megalite.files.remote import place
 
 COMMANDS = {
     "hf-to-megalite": "Read the Hugging Face folder --hf, write a checkpoint of iteration 0 into --save.",
@@ -53,7 +54,7 @@ def parser(command: str) -> FlagParser:
     """The flags of one command."""
     flags = FlagParser(f"convert_checkpoint.py {command}", COMMANDS[command])
     if command not in ("hf-to-megalite", "megatron-to-megalite"):
-        flags.add_argument("--load", required=True, type=Path, metavar="DIR", help="folder of a run's checkpoints")
+        flags.add_argument("--load", required=True, type=place, metavar="DIR", help="folder of a run's checkpoints")
     if command not in ("hf-to-megalite", "average"):
         flags.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
     if command in ("hf-to-megalite", "megalite-to-hf"):
@@ -70,7 +71,7 @@ def parser(command: str) -> FlagParser:
         steps = "iterations to average, at least two"
         flags.add_argument("--steps", required=True, type=int, nargs="+", metavar="N", help=steps)
     if command in ("hf-to-megalite", "megatron-to-megalite", "average", "reshard"):
-        flags.add_argument("--save", required=True, type=Path, metavar="DIR", help="new folder for the checkpoint")
+        flags.add_argument("--save", required=True, type=place, metavar="DIR", help="new folder for the checkpoint")
     if command == "reshard":
         files = "number of data files to write, at most one per tensor (default: 1)"
         flags.add_argument("--files", type=int, default=1, metavar="N", help=files)

@@ -26,12 +26,13 @@ from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.param_spec import Box, ParamSpec
 from megalite.distributed.pieces import whole
 from megalite.files.atomic import replacing
+from megalite.files.remote import Place
 
 SAFETENSORS, PICKLES = ".safetensors", (".pt", ".pth")
 _PREFIX = "model."
 
 
-def read_logical(checkpoint: Path, index: Index, key: str) -> Tensor:
+def read_logical(checkpoint: Place, index: Index, key: str) -> Tensor:
     """A whole stored tensor on the CPU, in its own number format. A `CheckpointError` where only parts are there."""
     shape, dtype = index.tensors[key]
     zeros = (0,) * len(shape)
@@ -44,7 +45,7 @@ def read_logical(checkpoint: Path, index: Index, key: str) -> Tensor:
     return tensor
 
 
-def reshard(source: CheckpointDirectory, root: Path, *, files: int = 1) -> Path:
+def reshard(source: CheckpointDirectory, root: Place, *, files: int = 1) -> Place:
     """Write `source` as the first checkpoint of the folder `root`, its tensors in `files` data files; the new folder.
 
     Loading at another layout needs none of this: it turns the many pieces of tensors that many ranks wrote into whole
@@ -63,8 +64,7 @@ def reshard(source: CheckpointDirectory, root: Path, *, files: int = 1) -> Path:
         with naming(source.path):
             texts = {name: (source.path / name).read_text(encoding="utf-8") for name in storage.DOCUMENTS}
         storage.write_documents(folder, texts)
-        if kept.is_dir():
-            write_small_files(root / FOLDER, read_small_files(kept))
+        write_small_files(root / FOLDER, read_small_files(kept))
     return root / storage.directory_name(source.iteration)
 
 

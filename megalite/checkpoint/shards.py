@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 from zipfile import BadZipFile
 
@@ -29,7 +28,8 @@ from megalite.checkpoint.tensor_file import Entry, write_safetensors
 from megalite.distributed.collectives import all_gather_objects, exchange
 from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.param_spec import Shape
-from megalite.files.atomic import sync
+from megalite.files.atomic import writing
+from megalite.files.remote import Place
 
 THREADS = 2
 ROUND = 64 << 20
@@ -39,7 +39,7 @@ Written = tuple[str, TensorInfo, StoredChunk]
 """Key, the logical tensor, and where a rectangle of it was put."""
 
 
-def write_shards(directory: Path, chunks: Iterable[Chunk], group: Group, *, files: int = THREADS) -> None:
+def write_shards(directory: Place, chunks: Iterable[Chunk], group: Group, *, files: int = THREADS) -> None:
     """Write every member's chunks and the index into `directory`, synced to the disk. Collective. `files`: of each
     member, where it has so many chunks.
 
@@ -55,7 +55,7 @@ def write_shards(directory: Path, chunks: Iterable[Chunk], group: Group, *, file
     on_first_rank(lambda: write_index(directory, index), group)
 
 
-def _write_files(directory: Path, chunks: Iterable[Chunk], rank: int, files: int) -> list[Written]:
+def _write_files(directory: Place, chunks: Iterable[Chunk], rank: int, files: int) -> list[Written]:
     """A rank that has nothing to write makes no file."""
     shares = [share for share in _share_out(chunks, files) if share]
     names = [f"rank{rank:05d}_{i}{DATA_SUFFIX}" for i in range(len(shares))]
@@ -74,13 +74,12 @@ def _share_out(chunks: Iterable[Chunk], files: int) -> list[list[Chunk]]:
     return shares
 
 
-def _write_file(directory: Path, name: str, chunks: Sequence[Chunk]) -> list[Written]:
+def _write_file(directory: Place, name: str, chunks: Sequence[Chunk]) -> list[Written]:
     """The chunks one after the other, each with one copy in memory while it's written."""
     by_name = {chunk.name: chunk for chunk in chunks}
     entries = [Entry(named, chunk.sizes, chunk.dtype, chunk.read) for named, chunk in by_name.items()]
-    with naming(directory / name), open(directory / name, "wb") as stream:
+    with naming(directory / name), writing(directory / name) as stream:
         written = write_safetensors(stream, entries, {"format": "pt"})
-        sync(stream)
     result = []
     for entry, blocks in written:
         chunk = by_name[entry.name]
@@ -91,7 +90,7 @@ def _write_file(directory: Path, name: str, chunks: Sequence[Chunk]) -> list[Wri
     return result
 
 
-def read_shards(directory: Path, reads: Iterable[Read]) -> None:
+def read_shards(directory: Place, reads: Iterable[Read]) -> None:
     """Carry out all reads; dtypes are converted. Raises `CheckpointError` naming a file that is missing or damaged."""
     parts = _by_chunk(reads)
 
@@ -116,7 +115,7 @@ def _part(data: Tensor, start: Shape, sizes: Shape) -> Tensor:
     return data[tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))]
 
 
-def _read_chunk(directory: Path, chunk: StoredChunk) -> Tensor:
+def _read_chunk(directory: Place, chunk: StoredChunk) -> Tensor:
     """A stored chunk on the CPU, its checksum verified."""
     path = directory / chunk.file
     flat = torch.empty(prod(chunk.sizes), dtype=chunk.dtype)
@@ -139,7 +138,7 @@ class _Want(NamedTuple):
 _Place = tuple[str, int]  # file and offset: what all ranks call a chunk
 
 
-def read_shards_together(directory: Path, reads: Iterable[Read], mesh: Mesh) -> int:
+def read_shards_together(directory: Place, reads: Iterable[Read], mesh: Mesh) -> int:
     """As `read_shards`, with each chunk read by one of the ranks that want it; how many bytes this one read. Collective
     over the world, where all raise the same `CheckpointError`."""
     if mesh.world.size == 1:

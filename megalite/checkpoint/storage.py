@@ -4,6 +4,9 @@ Key idea: a checkpoint is written under another name and renamed when every byte
 `iter_0000100` is complete, and at each moment of a save, killed or not, the newest complete one can be found. The
 tracker says which that is; where it can't be trusted, the folders are looked at. Small files have checksums in a file
 beside them; the tensors in data files have their own (`shards.py`).
+
+In object storage nothing can be renamed: a checkpoint is written under its name, and complete once it has its file of
+checksums, which is written last. An older one of the same name goes first.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +27,9 @@ from typing import Any
 from megalite.checkpoint.errors import CheckpointError, naming, reason
 from megalite.checkpoint.index import check_files, read_index
 from megalite.config.schema import CheckpointConfig, RunConfig
-from megalite.files.atomic import publish_folder, remove_leftovers, remove_whole, replacing, sync
+from megalite.files.atomic import publish_folder, remove, remove_leftovers, remove_whole, replacing, sync
 from megalite.files.owner import OWNER, check_unowned, owning
+from megalite.files.remote import Place, Remote, place
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG_FILE = "config.json"
@@ -51,7 +55,7 @@ class CheckpointDirectory:
     """A complete checkpoint. `note`: what the user should know of how it was found; empty where all was in order."""
 
     iteration: int
-    path: Path
+    path: Place
     note: str = ""
 
     def __fspath__(self) -> str:
@@ -94,40 +98,56 @@ def directory_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def _entries(root: Path, suffix: str) -> dict[int, Path]:
+def _entries(root: Place, suffix: str) -> dict[int, Place]:
     """Folders of checkpoints with this suffix (.tmp: being written or deleted, .old: being replaced), by iteration."""
-    matches = ((path, _NAME.fullmatch(path.name)) for path in root.iterdir() if path.is_dir())
-    found = {int(match[1]): path for path, match in matches if match and (match[2] or "") == suffix}
-    return dict(sorted(found.items()))
+    names = root.folders() if isinstance(root, Remote) else [path.name for path in root.iterdir() if path.is_dir()]
+    matches = (match for name in names if (match := _NAME.fullmatch(name)) and (match[2] or "") == suffix)
+    return dict(sorted((int(match[1]), root / match[0]) for match in matches))
 
 
-def begin(root: Path, iteration: int) -> Path:
+def begin(root: Place, iteration: int) -> Place:
     """Make and return the folder to write a checkpoint into, after clearing away what killed saves left behind.
 
     Raises a UserError, before anything is touched, where another run owns `root`.
     """
     root.mkdir(parents=True, exist_ok=True)
     check_unowned(root / OWNER, f"--save {root}", but_mine=True)
+    folder = temporary(root, iteration)
+    if isinstance(root, Remote):
+        _remove(folder)
+        return folder
     remove_leftovers(root, re.compile(f"{_NAME.pattern}|{re.escape(TRACKER)}"))
     finished = _entries(root, "")
     for number, path in _entries(root, ".old").items():
         if number in finished:
-            remove_whole(path)
+            _remove(path)
         else:
-            os.rename(path, root / directory_name(number))
-    folder = temporary(root, iteration)
+            os.rename(str(path), root / directory_name(number))
     folder.mkdir()
     return folder
 
 
-def temporary(root: Path, iteration: int) -> Path:
-    """Where a checkpoint is written before it has its name: all ranks know it, and the run owns its `root`."""
-    return root / f"{directory_name(iteration)}.tmp"
+def temporary(root: Place, iteration: int) -> Place:
+    """Where a checkpoint is written before it is complete: all ranks know it, and the run owns its `root`."""
+    return root / (directory_name(iteration) + ("" if isinstance(root, Remote) else ".tmp"))
 
 
-def abandon(root: Path, iteration: int) -> None:
+def abandon(root: Place, iteration: int) -> None:
     """Remove an unfinished checkpoint, as far as that is possible."""
-    shutil.rmtree(temporary(root, iteration), ignore_errors=True)
+    folder = temporary(root, iteration)
+    if isinstance(folder, Path):
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            _remove(folder)
+
+
+def _remove(folder: Place) -> None:
+    """Delete a checkpoint so that at no moment a part of it looks like the whole."""
+    if isinstance(folder, Path):
+        return remove_whole(folder)
+    (folder / CHECKSUMS).unlink(missing_ok=True)
+    folder.remove_tree()
 
 
 def documents(config: RunConfig, training_state: dict[str, Any]) -> dict[str, str]:
@@ -136,12 +156,12 @@ def documents(config: RunConfig, training_state: dict[str, Any]) -> dict[str, st
     return {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
 
 
-def write_documents(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write each text to its file, and the checksums of all that isn't a data file."""
+def write_documents(folder: Place, texts: Mapping[str, str]) -> None:
+    """Write each text to its file, and, last of all, the checksums of all that isn't a data file."""
     with naming(folder):
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        small = sorted(path for path in folder.iterdir() if path.suffix not in _DATA_SUFFIXES)
+        small = sorted((path for path in folder.iterdir() if path.suffix not in _DATA_SUFFIXES), key=str)
         sums = {path.name: _checksum(path.read_bytes()) for path in small}
         values = {"algorithm": "crc32", "files": sums, "files_checksum": _checksum_of(sums)}
         (folder / CHECKSUMS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -156,11 +176,13 @@ def _checksum_of(sums: dict[str, str]) -> str:
     return _checksum(json.dumps(sums, sort_keys=True).encode())
 
 
-def _check_small_files(folder: Path) -> None:
+def _check_small_files(folder: Place) -> None:
     """Raise a `CheckpointError`, naming the file and what to do, where a file that isn't tensors was changed. Older
-    versions wrote no sums, or sums of data files too."""
+    versions wrote no sums, or sums of data files too, and only to the disk."""
     path = folder / CHECKSUMS
     if not path.exists():
+        if isinstance(folder, Remote):
+            raise CheckpointError(f"{path} is missing, which a save writes last")
         return
     advice = "again from a good copy, or load another checkpoint with --ckpt-step"
     try:
@@ -176,20 +198,23 @@ def _check_small_files(folder: Path) -> None:
         if found != expected:
             raise CheckpointError(
                 f"{file} is damaged or was changed: its checksum is {found}, and {CHECKSUMS} says {expected}. Copy it "
-                f"{advice}; if you changed it on purpose, delete {path}"
+                f"{advice}" + (f"; if you changed it on purpose, delete {path}" if isinstance(path, Path) else "")
             )
 
 
-def commit(root: Path, iteration: int) -> None:
+def commit(root: Place, iteration: int) -> None:
     """Give the written checkpoint its name, replacing an older one of the same iteration, then move the tracker."""
+    if isinstance(root, Remote):
+        (root / TRACKER).write_text(str(iteration))
+        return
     with replacing(root / TRACKER) as stream:
         stream.write(str(iteration).encode())
         sync(stream)  # before anything is moved: the disk may be full
-        publish_folder(temporary(root, iteration), root / directory_name(iteration))
+        publish_folder(root / f"{directory_name(iteration)}.tmp", root / directory_name(iteration))
 
 
 @contextmanager
-def first_checkpoint(root: Path, iteration: int, beside: str) -> Iterator[Path]:
+def first_checkpoint(root: Place, iteration: int, beside: str) -> Iterator[Place]:
     """The folder to write the first checkpoint in `root` into, for one process; complete when the block ends well.
 
     `beside`: a folder in `root` that the block may make too. Where the block fails, nothing of all this stays. Raises
@@ -206,13 +231,13 @@ def first_checkpoint(root: Path, iteration: int, beside: str) -> Iterator[Path]:
             commit(root, iteration)
         except BaseException:
             abandon(root, iteration)
-            shutil.rmtree(root / beside, ignore_errors=True)
-            if made:
-                shutil.rmtree(root, ignore_errors=True)
+            for folder in (root / beside, *([root] if made else ())):
+                with suppress(OSError):
+                    remove(folder)
             raise
 
 
-def tracked_iteration(root: Path) -> int | None:
+def tracked_iteration(root: Place) -> int | None:
     """The iteration that the tracker names; None where there is no tracker or it names none."""
     try:
         return int((root / TRACKER).read_text(encoding="utf-8"))
@@ -220,29 +245,37 @@ def tracked_iteration(root: Path) -> int | None:
         return None
 
 
-def retire(root: Path, iteration: int, previous: int | None, retain: Retention) -> None:
+def retire(root: Place, iteration: int, previous: int | None, retain: Retention) -> None:
     """Delete what `retain` lets go of, now that `iteration` is complete. Those of later iterations, links and
     incomplete folders stay. A failure is only a warning: the new checkpoint is safe."""
-    entries = _entries(root, "")
-    older = [number for number, path in entries.items() if number < iteration and not path.is_symlink()]
-    if retain.keep_last is not None or retain.keep_best is not None:
-        older = [number for number in older if problem(entries[number]) is None]
-    losses = _losses({number: entries[number] for number in (*older, iteration)}) if retain.keep_best else {}
-    for number in retain.to_delete(older, previous, losses):
-        try:
-            remove_whole(entries[number])
-        except OSError as error:
-            warnings.warn(f"{entries[number]} could not be deleted: {reason(error)}", stacklevel=2)
+    with _warning(f"not all older checkpoints in {root} could be looked at"):
+        entries = _entries(root, "")
+        older = [number for number, path in entries.items() if number < iteration and not path.is_symlink()]
+        if retain.keep_last is not None or retain.keep_best is not None:
+            older = [number for number in older if problem(entries[number]) is None]
+        losses = _losses({number: entries[number] for number in (*older, iteration)}) if retain.keep_best else {}
+        for number in retain.to_delete(older, previous, losses):
+            with _warning(f"{entries[number]} could not be deleted"):
+                _remove(entries[number])
 
 
-def _losses(folders: Mapping[int, Path]) -> dict[int, float]:
+@contextmanager
+def _warning(what: str) -> Iterator[None]:
+    """What the operating system or a store refuses in the block is a warning."""
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        warnings.warn(f"{what}: {reason(error)}", stacklevel=4)
+
+
+def _losses(folders: Mapping[int, Place]) -> dict[int, float]:
     """Validation losses of those checkpoints, by iteration, that have one."""
     states = {number: read_json(path / STATE_FILE).get("training", {}) for number, path in folders.items()}
     found = {number: state.get("valid_loss") for number, state in states.items()}
     return {number: loss for number, loss in found.items() if isinstance(loss, float) and math.isfinite(loss)}
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Place) -> dict[str, Any]:
     """A JSON file's object. Raises `CheckpointError` naming the file."""
     with naming(path, ValueError):
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -251,7 +284,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def refuse_other_kind(folder: Path, wanted: str) -> None:
+def refuse_other_kind(folder: Place, wanted: str) -> None:
     """Raise where a folder isn't what the flag `wanted` takes, but what another of these flags does."""
     if (folder / STATE_FILE).exists():  # one checkpoint
         folder = folder.parent
@@ -266,7 +299,7 @@ def refuse_other_kind(folder: Path, wanted: str) -> None:
         raise CheckpointError(f"{folder} {_KINDS[kind].format(folder)}")
 
 
-def problem(path: Path) -> str | None:
+def problem(path: Place) -> str | None:
     """Why the checkpoint at `path` can't be loaded, by its small files and the sizes of the large; None if it can."""
     try:
         if not path.is_dir():
@@ -286,13 +319,13 @@ def problem(path: Path) -> str | None:
     return None
 
 
-def find_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> CheckpointDirectory | None:
+def find_checkpoint(root: str | os.PathLike[str] | Remote, step: int | None = None) -> CheckpointDirectory | None:
     """The checkpoint to load from the run folder `root`: the tracker's, or that of iteration `step`.
 
     Where the tracker is damaged, or what it names isn't complete, the newest complete one, and the note says so. None
     where `root` holds no checkpoint at all. Raises `CheckpointError` where `step` isn't there, or nothing is complete.
     """
-    root = Path(root)
+    root = place(root)
     if not root.is_dir():
         if root.exists():
             raise CheckpointError(f"{root} is a file: give the folder that holds the checkpoints (iter_...)")
@@ -310,7 +343,7 @@ def find_checkpoint(root: str | os.PathLike[str], step: int | None = None) -> Ch
     return _newest(root, found)
 
 
-def _chosen(root: Path, step: int, found: dict[int, Path]) -> CheckpointDirectory:
+def _chosen(root: Place, step: int, found: dict[int, Place]) -> CheckpointDirectory:
     wrong = problem(found[step]) if step in found else f"{root} has no checkpoint of this iteration"
     if wrong is None:
         return CheckpointDirectory(step, found[step])
@@ -318,7 +351,7 @@ def _chosen(root: Path, step: int, found: dict[int, Path]) -> CheckpointDirector
     raise CheckpointError(f"--ckpt-step {step}: {wrong}; valid: {', '.join(sorted(complete, key=int)) or 'none'}")
 
 
-def _newest(root: Path, found: dict[int, Path]) -> CheckpointDirectory:
+def _newest(root: Place, found: dict[int, Place]) -> CheckpointDirectory:
     """The one that the tracker names, else the newest complete one."""
     path = root / TRACKER
     text = ""

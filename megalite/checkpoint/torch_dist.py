@@ -14,7 +14,6 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from megalite.checkpoint.errors import CheckpointError, reason
 from megalite.checkpoint.stored import Index, StoredChunk, TensorInfo, check_place
+from megalite.files.remote import Place
 
 INDEX_FILE = ".metadata"
 
@@ -79,7 +79,7 @@ class IndexUnpickler(pickle.Unpickler):
 
 
 def read_index(
-    directory: Path,
+    directory: Place,
     unpickler: type[IndexUnpickler] = IndexUnpickler,
     wanted: Callable[[str, object], bool] = lambda key, entry: True,
 ) -> Index:

@@ -46,8 +46,13 @@ EPILOG = (
 )
 
 
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://\S*")
+_FREE = {"--prompt", "--system", "--eval-prompt", "--prompt-init-text", "--adapter"}  # texts; an address too
+
+
 class FlagParser(argparse.ArgumentParser):
-    """An ArgumentParser that raises a FlagError where argparse would exit."""
+    """An ArgumentParser that raises a FlagError where argparse would exit, and where a flag that names a file on this
+    machine is given an address."""
 
     def __init__(self, program: str, description: str) -> None:
         super().__init__(
@@ -65,6 +70,17 @@ class FlagParser(argparse.ArgumentParser):
         """Raise what argparse found, without its preamble."""
         message = message.removeprefix("argument ")
         raise FlagError(re.sub(r"ignored explicit argument '(.*)'", r"takes no value; remove =\1", message))
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        taking = {field.option for field in all_fields().values() if field.address}
+        free = isinstance(action, _TakeMegatronFlag) or not (taking | _FREE).isdisjoint(action.option_strings)
+        if _ADDRESS.fullmatch(arg_string) and not free:
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            raise FlagError(
+                f"{name} {arg_string}: this takes a path on this machine. Addresses like this one are taken by "
+                + ", ".join(sorted(taking))
+            )
+        return super()._get_value(action, arg_string)
 
     def knows(self, name: str) -> bool:
         """Whether there is a flag of this name."""

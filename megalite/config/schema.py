@@ -301,13 +301,19 @@ class PrecisionConfig:
 class DataConfig:
     """Where training text comes from and in which order."""
 
-    data_path: list[str] | None = flag(None, "prefix of one .bin/.idx pair, or a blend: WEIGHT PREFIX ...")
+    data_path: list[str] | None = flag(
+        None, "prefix of one .bin/.idx pair, or a blend: WEIGHT PREFIX ...", address=True
+    )
     split: str | None = flag(None, "shares of documents for train,valid,test; default 969,30,1")
-    train_data_path: list[str] | None = flag(None, "prefix or blend for training, instead of --data-path with --split")
-    valid_data_path: list[str] | None = flag(None, "prefix or blend for validation")
-    test_data_path: list[str] | None = flag(None, "prefix or blend for testing")
+    train_data_path: list[str] | None = flag(
+        None, "prefix or blend for training, instead of --data-path with --split", address=True
+    )
+    valid_data_path: list[str] | None = flag(None, "prefix or blend for validation", address=True)
+    test_data_path: list[str] | None = flag(None, "prefix or blend for testing", address=True)
     data_args_path: str | None = flag(None, "file with the arguments of --data-path")
-    data_cache_path: str | None = flag(None, "folder for the sample indices; default: cache/ beside each dataset")
+    data_cache_path: str | None = flag(
+        None, "folder for the sample indices, and for data from object storage; default: cache/ beside each dataset"
+    )
     mmap_bin_files: bool = flag(True, "read .bin files instead of memory-mapping them", option="--no-mmap-bin-files")
     mock_data: bool = flag(False, "generated documents with a pattern that a model can learn, instead of files")
     seq_length: int = flag(None, "tokens in a sequence", needed=True)
@@ -349,7 +355,7 @@ class TokenizerConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    save: str | None = flag(None, "folder to save checkpoints in", writes="model")
+    save: str | None = flag(None, "folder to save checkpoints in, or s3://BUCKET/RUN", writes="model", address=True)
     save_interval: int | None = flag(
         None, "steps between saves; default: only at the end", aliases=("--persistent-save-interval",)
     )
@@ -360,10 +366,14 @@ class CheckpointConfig:
         "keep the checkpoints with the lowest validation losses, this many; without --keep-last-checkpoints only these "
         "and the newest",
     )
-    load: str | None = flag(None, "folder to resume from; if it has no checkpoint, training starts from the beginning")
+    load: str | None = flag(
+        None, "folder to resume from; if it has no checkpoint, training starts from the beginning", address=True
+    )
     ckpt_step: int | None = flag(None, "iteration to load instead of the newest")
     finetune: bool = flag(False, "load only the weights and start at iteration 0")
-    pretrained_checkpoint: str | None = flag(None, "folder to load weights from if --load has no checkpoint")
+    pretrained_checkpoint: str | None = flag(
+        None, "folder to load weights from if --load has no checkpoint", address=True
+    )
     save_optim: bool = flag(True, "do not save the optimizer's state", option="--no-save-optim")
     save_rng: bool = flag(True, "do not save the dropout seed", option="--no-save-rng")
     load_optim: bool = flag(True, "do not load the optimizer's state", option="--no-load-optim")
@@ -412,7 +422,9 @@ class LoggingConfig:
     profile: bool = flag(False, "write a torch.profiler trace of some steps")
     profile_step_start: int = flag(10, "first profiled step", bound=NOT_NEGATIVE)
     profile_step_end: int = flag(12, "step at which profiling ends (not included)", bound=NOT_NEGATIVE)
-    metrics_file: str | None = flag(None, "file for one JSON object per step, at full precision", writes="file")
+    metrics_file: str | None = flag(
+        None, "file for one JSON object per step, at full precision", writes="file", address=True
+    )
     timeline: str | None = flag(
         None, "folder for one file per rank: a JSON line per pipeline action, with its times", writes="folder"
     )

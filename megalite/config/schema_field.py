@@ -31,6 +31,7 @@ class Flag:
     flag, where it isn't the field's name; for a boolean that is on by default it is the flag that turns it off.
     `aliases`: other accepted spellings. `repeatable`: a list that grows each time the flag is given. `needed`: no
     run goes without it. `writes`: the flag names where a run writes a "model", other files (a "folder") or one "file".
+    `address`: it takes an address in object storage too, like s3://BUCKET/RUN.
     """
 
     help: str
@@ -41,6 +42,7 @@ class Flag:
     repeatable: bool = False
     needed: bool = False
     writes: str | None = None
+    address: bool = False
 
 
 def flag(default: Any, help: str, **more: Any) -> Any:

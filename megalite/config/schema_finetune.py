@@ -85,10 +85,12 @@ class PeftConfig:
     prompt_init_text: str | None = flag(
         None, "the prompt starts from this text's embeddings, repeated or cut to length; default: random numbers"
     )
-    save_adapter: str | None = flag(None, "folder for the adapter, in PEFT's format", writes="model")
+    save_adapter: str | None = flag(None, "folder for the adapter, in PEFT's format", writes="model", address=True)
     save_best_adapter: str | None = flag(
-        None, "folder for the adapter with the lowest validation loss so far", writes="model"
+        None, "folder for the adapter with the lowest validation loss so far", writes="model", address=True
     )
     load_adapter: str | None = flag(
-        None, "folder of an adapter in PEFT's format to start from; it sets kind, rank, scale, targets and length"
+        None,
+        "folder of an adapter in PEFT's format to start from; it sets kind, rank, scale, targets and length",
+        address=True,
     )

@@ -18,6 +18,7 @@ from megalite.data.blend import BlendedDataset, ConcatDataset, member_sizes, nor
 from megalite.data.document_mask import Item, SampleFormat, SampleSource
 from megalite.data.indexed_dataset import IndexedDataset, bin_path
 from megalite.data.mock import SAMPLES_OF_WHOLE_SPLIT, MockDataset
+from megalite.data.remote_files import local_prefix
 from megalite.data.sample_index import EMPTY_INDEX, SampleIndex, load_or_build_index, samples_in
 from megalite.data.splits import NOTHING_TO_TRAIN_ON, SplitSource, split_sources
 
@@ -218,11 +219,12 @@ class _Builder:
 
     def _corpus(self, prefix: str) -> IndexedDataset:
         if prefix not in self._corpora:
-            corpus = IndexedDataset(prefix, self.config.data.mmap_bin_files)
+            local = local_prefix(prefix, self.config.data.data_cache_path)
+            corpus = IndexedDataset(local, self.config.data.mmap_bin_files)
             if corpus.dtype.kind not in "iu":
                 raise UserError(f"{prefix}.idx holds {corpus.dtype.name} values, which can't be token ids")
             # So that a wrong tokenizer shows before step one.
-            first = np.fromfile(bin_path(prefix), corpus.dtype, _SCANNED_TOKENS)
+            first = np.fromfile(bin_path(local), corpus.dtype, _SCANNED_TOKENS)
             check_vocabulary(first, self.vocab_size, prefix)
             self._corpora[prefix] = corpus
         return self._corpora[prefix]

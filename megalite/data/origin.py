@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from typing import Any
 
 from megalite.config.schema import TokenizerConfig
 from megalite.data.indexed_dataset import bin_path, origin_path
 from megalite.data.tokenizer_base import Tokenizer
+from megalite.files.remote import place
 
 
 def origin_of(tokenizer: Tokenizer, config: TokenizerConfig) -> dict[str, Any]:
@@ -27,9 +27,8 @@ def origin_of(tokenizer: Tokenizer, config: TokenizerConfig) -> dict[str, Any]:
 def read_origin(prefix: str) -> dict[str, Any] | None:
     """The description of the tokenizer that made a pair; None where that isn't known."""
     try:
-        with open(origin_path(prefix), encoding="utf-8") as stream:
-            content = json.load(stream)
-        return content["origin"] if content["bytes"] == os.path.getsize(bin_path(prefix)) else None
+        content = json.loads(place(origin_path(prefix)).read_text(encoding="utf-8"))
+        return content["origin"] if content["bytes"] == place(bin_path(prefix)).stat().st_size else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -20,7 +20,9 @@ from megalite.config.schema import DataConfig, RunConfig
 from megalite.data.cache import file_digest
 from megalite.data.indexed_dataset import IndexedDataset, idx_path
 from megalite.data.origin import origin_note, origin_of
+from megalite.data.remote_files import local_prefix, remote_problem
 from megalite.data.tokenizer_base import Tokenizer
+from megalite.files.remote import is_address
 
 SPLITS = ("train", "valid", "test")
 NOTHING_TO_TRAIN_ON = (
@@ -90,6 +92,10 @@ def check_token_files(config: RunConfig) -> list[str]:
         return [NOTHING_TO_TRAIN_ON + (f" (--split {config.data.split})" if config.data.split else "")]
     problems = []
     for prefix, flag in _flags(sources).items():
+        if is_address(prefix):
+            problem = remote_problem(prefix, config.data.data_cache_path)
+            problems += [f"{flag}: {problem}"] if problem else []
+            continue
         try:
             IndexedDataset(prefix, mmap=False)
         except (UserError, OSError) as error:
@@ -119,7 +125,8 @@ def data_digests(config: RunConfig) -> dict[str, str]:
     long each document is."""
     paths = [*(config.finetune.sft_data or []), *(config.finetune.sft_valid_data or [])]
     if _reads_token_files(config):
-        paths = [idx_path(prefix) for prefix in _flags(split_sources(config.data))]
+        prefixes, cache = _flags(split_sources(config.data)), config.data.data_cache_path
+        return {idx_path(prefix): file_digest(idx_path(local_prefix(prefix, cache))) for prefix in prefixes}
     return {path: file_digest(path) for path in paths}
 
 

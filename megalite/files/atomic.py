@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megalite.config.errors import UserError
+from megalite.files.remote import Place, Remote
 
 PENDING = ".new"
 """Subfolder in which the files of `replacing_together` are complete before they take their places."""
+COMPLETE = "complete"
+"""Object in `PENDING` that says they are, where a folder can't be given its name."""
 
 _TEMPORARY = re.compile(r"(.+?)(\.\d+\.[0-9a-f]{8})?\.tmp")  # of the target that group 1 names
 Name = str | os.PathLike[str]
@@ -40,9 +43,11 @@ def remove_leftovers(folder: Path, names: re.Pattern[str]) -> None:
             remove(path)
 
 
-def remove(path: Path) -> None:
+def remove(path: Place) -> None:
     """Delete a file, a link or a folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
+    if isinstance(path, Remote):
+        path.remove_tree()
+    elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -69,6 +74,18 @@ def _sync_tree(folder: Path) -> None:
         for name in names:
             sync_folder(Path(where, name))  # a file opened to read is synced like a folder
         sync_folder(where)
+
+
+@contextmanager
+def writing(path: Place) -> Iterator[BinaryIO]:
+    """A new file to write under its own name, whole and on the disk at the end of the block."""
+    if isinstance(path, Remote):
+        with path.writing() as stream:
+            yield stream
+        return
+    with path.open("wb") as stream:
+        yield stream
+        sync(stream)
 
 
 @contextmanager
@@ -148,7 +165,7 @@ def remove_whole(folder: Path) -> None:
 
 
 @contextmanager
-def replacing_together(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+def replacing_together(folder: Place, names: Sequence[str]) -> Iterator[Place]:
     """A folder to write some of the files `names` into; at the end of the block these are all of `names` in `folder`.
 
     The folder itself stays, with whatever else is in it (logs, checkpoints). The new files are complete in its
@@ -156,29 +173,55 @@ def replacing_together(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     from where `together` says. Another program that reads the folder just then finds no `names[-1]`, which goes first
     and comes last. One writer at a time. An OSError where the files can't be written; the old ones are then there.
     """
-    remove_leftovers(folder, re.compile(re.escape(PENDING)))
+    if isinstance(folder, Path):
+        remove_leftovers(folder, re.compile(re.escape(PENDING)))
     _finish(folder, names)  # what a kill interrupted
-    with new_folder(folder / PENDING) as written:
+    with _pending(folder / PENDING) as written:
         yield written
     _finish(folder, names)
 
 
-def together(folder: Path) -> Path:
+@contextmanager
+def _pending(target: Place) -> Iterator[Place]:
+    """As `new_folder`; in object storage the last of what is written is `COMPLETE`."""
+    if isinstance(target, Path):
+        with new_folder(target) as written:
+            yield written
+        return
+    target.remove_tree()
+    yield target
+    (target / COMPLETE).write_bytes(b"")
+
+
+def together(folder: Place) -> Place:
     """Where the files of `replacing_together` lie whole."""
     pending = folder / PENDING
-    return pending if pending.is_dir() else folder
+    whole = pending.is_dir() if isinstance(pending, Path) else (pending / COMPLETE).exists()
+    return pending if whole else folder
 
 
-def _finish(folder: Path, names: Sequence[str]) -> None:
+def _finish(folder: Place, names: Sequence[str]) -> None:
     """Put complete files into their places. Done again from the start after a kill, it comes to the same end."""
-    pending = folder / PENDING
-    if not pending.is_dir():
+    pending = together(folder)
+    if pending == folder:
         return
     for name in reversed(names):
         (folder / name).unlink(missing_ok=True)
     for name in names:
-        if (pending / name).exists() and not _link(pending / name, folder / name):
-            with replacing(folder / name) as stream:
-                stream.write((pending / name).read_bytes())
-    sync_folder(folder)
-    remove_whole(pending)
+        if (pending / name).exists():
+            _take_over(pending / name, folder / name)
+    if isinstance(pending, Path):
+        sync_folder(pending.parent)
+        remove_whole(pending)
+    else:
+        (pending / COMPLETE).unlink()
+        pending.remove_tree()
+
+
+def _take_over(source: Place, target: Place) -> None:
+    """Give the target the source's content, at no moment a part of it."""
+    if isinstance(target, Remote):
+        target.write_bytes(source.read_bytes())
+    elif not (isinstance(source, Path) and _link(source, target)):
+        with replacing(target) as stream:
+            stream.write(source.read_bytes())

@@ -17,17 +17,23 @@ from datetime import datetime
 from pathlib import Path
 
 from megalite.config.errors import UserError
+from megalite.files.remote import Place, Remote
+from megalite.files.remote_owner import check_unowned_remote, owning_remote
 
 OWNER = ".owner"
 """Name of the file in a folder that a run owns."""
 
 
 @contextmanager
-def owning(file: Path, place: str) -> Iterator[None]:
+def owning(file: Place, place: str) -> Iterator[None]:
     """The block owns a place: `file` says so until it ends. `place`: what to call it, as the user wrote it.
 
     A UserError names the other run where one owns it.
     """
+    if isinstance(file, Remote):
+        with owning_remote(file, place):
+            yield
+        return
     descriptor = _claim(file, place)
     try:
         yield
@@ -37,8 +43,10 @@ def owning(file: Path, place: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def check_unowned(file: Path, place: str, *, but_mine: bool = False) -> None:
+def check_unowned(file: Place, place: str, *, but_mine: bool = False) -> None:
     """Raise a UserError where a run owns the place. `but_mine`: this process's own is fine."""
+    if isinstance(file, Remote):
+        return check_unowned_remote(file, place, but_mine=but_mine)
     try:
         descriptor = os.open(file, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):

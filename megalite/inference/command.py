@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.huggingface.hub import local_folder
@@ -20,6 +19,7 @@ from megalite.checkpoint.huggingface.travel import TEMPLATE_FILE, tokenizer_of
 from megalite.checkpoint.storage import refuse_other_kind
 from megalite.config.errors import FlagError
 from megalite.files.atomic import together
+from megalite.files.remote import here, place
 from megalite.inference.chat import Dialogue, converse, open_dialogue
 from megalite.inference.load import LoadedModel, load_for_generation, load_huggingface_for_generation
 from megalite.inference.options import GenerationOptions
@@ -38,7 +38,7 @@ def load_model(given: argparse.Namespace, overrides: Mapping[str, Any]) -> Loade
 
 
 def _tokenizer_beside_adapter(given: argparse.Namespace, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    folder = together(Path(given.adapter))
+    folder, given.fetched = here(together(place(given.adapter)))
     refuse_other_kind(folder, "--adapter")  # before a model is loaded
     if given.chat_template is None and (folder / TEMPLATE_FILE).is_file():
         given.chat_template = str(folder / TEMPLATE_FILE)

@@ -24,7 +24,7 @@ from megalite.checkpoint.huggingface.export import merge_command
 from megalite.checkpoint.huggingface.files import TensorFiles
 from megalite.checkpoint.huggingface.hub import published_name
 from megalite.checkpoint.huggingface.load import load_huggingface
-from megalite.checkpoint.huggingface.travel import FOLDER, origin, shares_ids, tokenizer_of, use_kept
+from megalite.checkpoint.huggingface.travel import kept_here, origin, shares_ids, tokenizer_of, use_kept
 from megalite.checkpoint.index import stored_tensors
 from megalite.checkpoint.storage import CONFIG_FILE, CheckpointDirectory, find_checkpoint, read_json
 from megalite.config.errors import FlagError, UserError
@@ -35,6 +35,7 @@ from megalite.distributed.launch import Environment, choose_device, set_threads
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.pieces import Piece, whole
 from megalite.files.atomic import together
+from megalite.files.remote import Place, place
 from megalite.inference.generate import virtual_tokens
 from megalite.inference.vocabulary import characters_per_id, unknown_ids
 from megalite.models.gpt import GPTStage
@@ -48,7 +49,8 @@ _UNBOUNDED = 4096  # tokens of a context where neither the network nor its train
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """`notes`: what the user should know of what was loaded. `ends`: ids at which a text ends. `unknown` int64: rows of
+    """`fetched`: has the files that `config` names, where they were in object storage; it ends with the model.
+    `notes`: what the user should know of what was loaded. `ends`: ids at which a text ends. `unknown` int64: rows of
     the vocabulary that the tokenizer has no id for, never to be chosen. `name`: of the folder as the user gave it, then
     a plus sign and the adapter's where there is one."""
 
@@ -60,6 +62,7 @@ class LoadedModel:
     ends: frozenset[int]
     unknown: Tensor | None
     name: str
+    fetched: object = None
 
     @property
     def context(self) -> int:
@@ -84,7 +87,7 @@ class LoadedModel:
 
     def with_adapter(self, folder: str, notes: Iterable[str]) -> LoadedModel:
         """What it is once the adapter in `folder` has been put on, which may know more ends of a text."""
-        name, ends = f"{self.name}+{name_of(folder)}", self.ends | stored_ends(together(Path(folder)))
+        name, ends = f"{self.name}+{name_of(folder)}", self.ends | stored_ends(together(place(folder)))
         return dataclasses.replace(self, name=name, notes=[*self.notes, *notes], ends=ends)
 
 
@@ -95,17 +98,18 @@ def load_for_generation(root: str, *, step: int | None = None, given: Mapping[st
     alone. Raises a FlagError for a bad combination, a UserError for a checkpoint that is missing, damaged or of another
     vocabulary than the tokenizer's.
     """
-    found = find_checkpoint(Path(root), step)
+    found = find_checkpoint(root, step)
     if found is None:
         raise UserError(f"--load {root}: there is no checkpoint in this folder")
     config = read_checkpoint_config(found.path)
-    use_kept(config, Path(root))
+    kept, fetched = kept_here(place(root))
+    use_kept(config, kept)
     config = override(config, given or {})
     embedding = stored_tensors(found.path).get(EMBEDDING_KEY)
     _check_kind(found, config, whole_model=embedding is not None)
-    source = Path(root, FOLDER) if Path(root, FOLDER).is_dir() else origin(config)
+    source = kept if any(kept.glob("*")) else origin(config)
     rows = None if embedding is None else embedding.shape[0]
-    loaded = _without_weights(config, rows, str(found.path), root, source)
+    loaded = dataclasses.replace(_without_weights(config, rows, str(found.path), root, source), fetched=fetched)
     load_checkpoint(found.path, mesh=loaded.mesh, pieces=loaded.pieces(), strict=True)
     loaded.notes.extend(filter(None, [found.note, f"iteration {found.iteration} of {root}, {loaded.format}"]))
     return loaded
@@ -134,7 +138,7 @@ def load_huggingface_for_generation(
     return loaded
 
 
-def _without_weights(config: RunConfig, rows: int | None, where: str, folder: str, source: Path | None) -> LoadedModel:
+def _without_weights(config: RunConfig, rows: int | None, where: str, folder: str, source: Place | None) -> LoadedModel:
     """All but the weights. `rows`: of the stored vocabulary, None where it isn't known. `where`: for messages.
     `folder`: as the user gave it. `source`: the Hugging Face folder that the weights descend from."""
     device = choose_device(config.layout.device, Environment())
@@ -208,7 +212,7 @@ def _check_vocabulary(rows: int, tokenizer: Tokenizer, config: RunConfig, where:
         )
 
 
-def stored_ends(source: Path | None) -> set[int]:
+def stored_ends(source: Place | None) -> set[int]:
     """The ids that end a text by a Hugging Face folder's generation settings, else by its `config.json`."""
     for file in ("generation_config.json", CONFIG_FILE):
         if source is None or not (source / file).is_file():

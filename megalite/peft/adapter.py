@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from megalite.distributed.collectives import broadcast_object
 from megalite.distributed.mesh import Group, Mesh
 from megalite.distributed.pieces import Piece, gather, whole
 from megalite.estimate.model import AdapterWork
+from megalite.files.remote import place
 from megalite.models.gpt import GPTStage
 from megalite.nn.module import named_specs
 from megalite.optimizer.optimizer import Optimizer
@@ -183,7 +183,7 @@ class AdapterSaver:
         directory = self.plan.peft.save_best_adapter
         if directory is None or best is None:
             return best
-        there: bool = broadcast_object((Path(directory) / ADAPTER_FILE).exists(), self.optimizer.mesh.world)
+        there: bool = broadcast_object((place(directory) / ADAPTER_FILE).exists(), self.optimizer.mesh.world)
         if not there:
             self.say(f"--save-best-adapter {directory} holds no adapter: the best of this run will be kept there")
         return best if there else None

@@ -3,7 +3,6 @@ from. All of it is found before anything is built."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.checkpoint import read_checkpoint_config
@@ -12,6 +11,7 @@ from megalite.checkpoint.storage import CheckpointDirectory
 from megalite.config.check_peft import lora_parts, target_names
 from megalite.config.fields import adapter_folders, all_fields
 from megalite.config.schema import RunConfig
+from megalite.files.remote import place
 from megalite.nn.attention_backend import AttentionBackend
 from megalite.peft.convert import architecture_of, from_peft
 from megalite.peft.files import read_adapter
@@ -33,7 +33,7 @@ def adapter_problems(config: RunConfig, vocab_size: int, backend: AttentionBacke
     for flag, folder in adapter_folders(config).items():
         if peft.peft == "lora" and (error := attempt(lambda: architecture_of(config.model, vocab_size))):
             problems.append(f"{flag} {folder}: {error}")
-        if (Path(folder) / "config.json").exists():
+        if (place(folder) / "config.json").exists():
             problems.append(
                 f"{flag} {folder} is a model's folder, and transformers would then always load the model with the "
                 "adapter: give another folder"

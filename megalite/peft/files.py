@@ -17,7 +17,7 @@ from typing import Any
 
 import regex
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from megalite.checkpoint.errors import CheckpointError, naming
@@ -30,6 +30,7 @@ from megalite.checkpoint.storage import read_json, refuse_other_kind
 from megalite.config.errors import UserError
 from megalite.config.schema_finetune import PeftConfig
 from megalite.files.atomic import replacing_together, together
+from megalite.files.remote import Place, place
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CLASSES_FILE = "class_names.json"  # labels as in a model's own config.json; PEFT ignores this file
@@ -77,7 +78,7 @@ class Patterns:
     Whoever made the file chose them, and a few characters are enough to keep a matcher busy for years.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Place):
         self.path, self.seconds = path, _SECONDS
 
     def fit(self, pattern: str, module: str) -> bool:
@@ -97,7 +98,7 @@ class Patterns:
 class Adapter:
     """A folder's content. `kind`: lora, prefix or prompt."""
 
-    where: Path
+    where: Place
     kind: str
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -181,14 +182,14 @@ class Adapter:
         return tensor
 
 
-def read_adapter(directory: str | Path) -> Adapter:
+def read_adapter(directory: str | Place) -> Adapter:
     """An adapter's folder. A `CheckpointError` says which file is missing or damaged, or what is not supported."""
     where, config = _read_config(directory)
     path = where / WEIGHTS_FILE
     if not path.exists() and (where / _PICKLED).exists():
         raise CheckpointError(f"{where / _PICKLED} is a pickle, which megalite never reads: save it as {WEIGHTS_FILE}")
     with naming(path, SafetensorError):
-        tensors = load_file(path)
+        tensors = load_file(path) if isinstance(path, Path) else load(path.read_bytes())
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise CheckpointError(
@@ -199,9 +200,9 @@ def read_adapter(directory: str | Path) -> Adapter:
     return Adapter(where, KINDS[config["peft_type"]], config, tensors, Patterns(where / CONFIG_FILE))
 
 
-def _read_config(directory: str | Path) -> tuple[Path, dict[str, Any]]:
+def _read_config(directory: str | Place) -> tuple[Place, dict[str, Any]]:
     """Where the adapter's files lie whole, and its configuration."""
-    where = together(Path(directory))
+    where = together(place(directory))
     path = where / CONFIG_FILE
     refuse_other_kind(where, "--adapter")
     if not path.is_file():
@@ -225,7 +226,7 @@ def _read_config(directory: str | Path) -> tuple[Path, dict[str, Any]]:
     return where, config
 
 
-def _check_names(config: Mapping[str, Any], path: Path) -> None:
+def _check_names(config: Mapping[str, Any], path: Place) -> None:
     """Raise where names of modules, or patterns of them, are none."""
     for name in ("target_modules", "exclude_modules"):
         value = config.get(name)
@@ -243,7 +244,7 @@ def _check_names(config: Mapping[str, Any], path: Path) -> None:
             _positive(table, key, path)
 
 
-def _check_pattern(pattern: str, name: str, path: Path) -> None:
+def _check_pattern(pattern: str, name: str, path: Place) -> None:
     if len(pattern) > _LONGEST:
         raise CheckpointError(f"{path}: {name} is a pattern of {len(pattern)} characters; the limit is {_LONGEST}")
     try:
@@ -252,7 +253,7 @@ def _check_pattern(pattern: str, name: str, path: Path) -> None:
         raise CheckpointError(f"{path}: {name} {pattern!r} is not a regular expression ({error})") from None
 
 
-def _positive(config: Mapping[str, Any], name: str, path: Path, *, whole: bool = False) -> float:
+def _positive(config: Mapping[str, Any], name: str, path: Place, *, whole: bool = False) -> float:
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CheckpointError(f"{path}: {name} must be a positive number, not {value!r}")
@@ -261,7 +262,7 @@ def _positive(config: Mapping[str, Any], name: str, path: Path, *, whole: bool =
     return int(value) if whole else value
 
 
-def adapter_settings(directory: str | Path) -> dict[str, Any]:
+def adapter_settings(directory: str | Place) -> dict[str, Any]:
     """The fields of `PeftConfig` that an adapter's folder decides. Raises as `read_adapter`."""
     where, config = _read_config(directory)
     path, kind = where / CONFIG_FILE, KINDS[config["peft_type"]]
@@ -275,12 +276,12 @@ def adapter_settings(directory: str | Path) -> dict[str, Any]:
     }
 
 
-def peft_config(directory: str | Path) -> PeftConfig:
+def peft_config(directory: str | Place) -> PeftConfig:
     """The section `peft` of a run that does what an adapter's folder says. Raises as `read_adapter`."""
     return PeftConfig(load_adapter=str(directory), **adapter_settings(directory))
 
 
-def base_note(directory: str | Path, model: str) -> str | None:
+def base_note(directory: str | Place, model: str) -> str | None:
     """One line where an adapter's folder names another model than `model` as the one that it was trained beside."""
     name = _read_config(directory)[1].get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
@@ -294,15 +295,15 @@ def base_note(directory: str | Path, model: str) -> str | None:
     )
 
 
-def read_class_names(directory: str | Path) -> tuple[str, ...] | None:
+def read_class_names(directory: str | Place) -> tuple[str, ...] | None:
     """The names of a classifier's classes in order; None where nobody wrote them. A `CheckpointError` where the file
     doesn't give each class a name."""
-    path = together(Path(directory)) / CLASSES_FILE
+    path = together(place(directory)) / CLASSES_FILE
     return read_classes({**read_json(path), "architectures": [CLASSIFIER]}, str(path)) if path.exists() else None
 
 
 def write_adapter(
-    directory: str | Path,
+    directory: str | Place,
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     class_names: Sequence[str] | None = None,
@@ -314,7 +315,7 @@ def write_adapter(
     `beside`: small files of tokenizer, template and generation settings, by name; those of an older adapter go. Of
     several templates only the main one is kept there.
     """
-    where = Path(directory)
+    where = place(directory)
     files = {name: content for name, content in (beside or {}).items() if name in TOKENIZER_FILES}
     if class_names is not None:
         files[CLASSES_FILE] = to_json(labels_json(class_names))

@@ -35,6 +35,7 @@ from megalite.checkpoint.huggingface.weights import FLOATING, OUTPUT
 from megalite.checkpoint.storage import CONFIG_FILE, read_json
 from megalite.checkpoint.tensor_file import Entry
 from megalite.config.schema_finetune import unnamed_classes
+from megalite.files.remote import Place
 from megalite.peft.convert import from_peft
 from megalite.peft.files import CLASSES_FILE, PREFIX, SCORE, Adapter, read_adapter, read_class_names
 from megalite.peft.modules import hf_linears
@@ -173,7 +174,7 @@ class _Merge:
         return notes
 
 
-def merge_adapter(source: Path, adapter: Path, target: Path, ignored: Collection[str] | None = ()) -> list[str]:
+def merge_adapter(source: Path, adapter: Place, target: Path, ignored: Collection[str] | None = ()) -> list[str]:
     """Write the Hugging Face folder `target`, which must not exist or be empty: `source` with the LoRA adapter added;
     lines for the user, the first with the error of rounding.
 

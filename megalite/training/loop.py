@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megalite.config.errors import UserError
 from megalite.distributed.collectives import broadcast_object
+from megalite.files.remote import place
 from megalite.training.diagnostics import Profiler
 from megalite.training.evaluation import Continuations, Evaluator, length_multiple
 from megalite.training.memory import measured_step, peak_process_memory
@@ -101,7 +102,7 @@ class Loop:
         Collective over the world."""
         path, found = self.config.logging.metrics_file, set[str]()
         if path is not None and self.mesh.is_first:
-            found = evaluated_splits(Path(path), self.state.iteration)
+            found = evaluated_splits(place(path), self.state.iteration)
         found = broadcast_object(found, self.mesh.world)
         for split in self.splits:
             if split in found:
@@ -217,6 +218,8 @@ class Loop:
 
     def _save(self) -> None:
         self.moved("saving")
+        for sink in self.sinks:
+            sink.flush()
         self.parts.save()
         if self.config.checkpoint.save is not None:
             self._newest = self.state.iteration
@@ -254,4 +257,4 @@ class Loop:
 
 def _same_place(a: str | None, b: str | None) -> bool:
     """Whether two flags name one folder."""
-    return a is not None and b is not None and Path(a).resolve() == Path(b).resolve()
+    return a is not None and b is not None and place(a).resolve() == place(b).resolve()

@@ -10,17 +10,19 @@ import importlib
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from megalite.config.fields import all_fields, get, output_folders
 from megalite.config.schema import RunConfig
 from megalite.files.atomic import replacing
+from megalite.files.remote import Place, Remote, place
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ class Sink:
     def step(self, record: StepRecord) -> None: ...
 
     def evaluation(self, record: EvaluationRecord) -> None: ...
+
+    def flush(self) -> None:
+        """Have all records where they are kept: a checkpoint follows, from which a killed run goes on."""
 
     def close(self) -> None: ...
 
@@ -178,7 +183,7 @@ def _for_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
+def _read(path: Place) -> list[tuple[str, dict[str, Any] | None]]:
     """The lines of a metrics file with their values: None of one that has no iteration, or was cut off by a kill."""
     lines: list[tuple[str, dict[str, Any] | None]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
@@ -191,7 +196,7 @@ def _read(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
     return lines
 
 
-def evaluated_splits(path: Path, iteration: int) -> set[str]:
+def evaluated_splits(path: Place, iteration: int) -> set[str]:
     """The splits whose evaluation after `iteration` steps a metrics file holds."""
     found = (values for _, values in _read(path) if values is not None and values["iteration"] == iteration)
     return {values["split"] for values in found if "split" in values}
@@ -201,10 +206,15 @@ class MetricsFile(Sink):
     """One JSON object a line, floats at full precision, flushed every line.
 
     Lines beyond `resume_iteration` are those of a run that was lost; they are removed first. A run from the start sets
-    an older file aside as `FILE.old`.
+    an older file aside as `FILE.old`. Nothing can be appended to an object in storage: it's written anew, from a copy
+    on this machine, before each checkpoint, after each evaluation and at the end.
     """
 
-    def __init__(self, path: Path, resume_iteration: int):
+    def __init__(self, path: Place, resume_iteration: int):
+        self._remote = path if isinstance(path, Remote) else None
+        if isinstance(path, Remote):
+            self._folder = tempfile.TemporaryDirectory(prefix="megalite-")
+            path = _local_copy(path, Path(self._folder.name), aside=resume_iteration == 0)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and resume_iteration == 0 and path.stat().st_size:
             os.replace(path, path.with_name(path.name + ".old"))
@@ -213,12 +223,16 @@ class MetricsFile(Sink):
             kept = [line + "\n" for line, values in lines if values and values["iteration"] <= resume_iteration]
             with replacing(path) as file:
                 file.write("".join(kept).encode())
-        self.file: TextIO = path.open("a", encoding="utf-8")
+        self._path, self.file = path, path.open("a", encoding="utf-8")
 
     def _write(self, values: Mapping[str, Any]) -> None:
         given = {name: value for name, value in values.items() if value is not None}
         self.file.write(json.dumps(_for_json(given)) + "\n")
         self.file.flush()
+
+    def flush(self) -> None:
+        if self._remote is not None:
+            self._remote.write_bytes(self._path.read_bytes())
 
     def step(self, record: StepRecord) -> None:
         values = asdict(record)
@@ -228,9 +242,25 @@ class MetricsFile(Sink):
     def evaluation(self, record: EvaluationRecord) -> None:
         position = {"iteration": record.iteration, "split": record.split}
         self._write(position | {"lm_loss": record.lm_loss, "ppl": record.perplexity} | dict(record.scores))
+        self.flush()
 
     def close(self) -> None:
         self.file.close()
+        self.flush()
+        if self._remote is not None:
+            self._folder.cleanup()
+
+
+def _local_copy(file: Remote, folder: Path, *, aside: bool) -> Path:
+    """A copy of an object in a folder, where there is one. `aside`: under another name in storage instead."""
+    target = folder / file.name
+    if file.exists():
+        content = file.read_bytes()
+        if aside and content:
+            (file.parent / f"{file.name}.old").write_bytes(content)
+        else:
+            target.write_bytes(content)
+    return target
 
 
 # Megatron-LM's tags of the fields of a StepRecord.
@@ -325,14 +355,14 @@ def check_sinks(config: RunConfig) -> list[str]:
         problems += _missing(f"--wandb-project {logging.wandb_project}", "wandb", "wandb")
     if logging.tensorboard_dir is not None:
         problems += _missing(f"--tensorboard-dir {logging.tensorboard_dir}", "torch.utils.tensorboard", "tensorboard")
-    folders = {flag: Path(folder) for flag, folder in output_folders(config).items()}
+    folders = {flag: place(folder) for flag, folder in output_folders(config).items()}
     for each in all_fields().values():
-        if each.writes in ("folder", "file") and (place := get(config, each.path)) is not None:
-            folders[each.option] = Path(place) if each.writes == "folder" else Path(place).parent
+        if each.writes in ("folder", "file") and (given := get(config, each.path)) is not None:
+            folders[each.option] = place(given) if each.writes == "folder" else place(given).parent
     for flag, folder in folders.items():
         if reason := _unwritable(folder):
             problems.append(f"{flag}: {reason}")
-    if logging.metrics_file is not None and (reason := _not_metrics(Path(logging.metrics_file))):
+    if logging.metrics_file is not None and (reason := _not_metrics(place(logging.metrics_file))):
         problems.append(f"--metrics-file {logging.metrics_file} {reason}")
     return problems
 
@@ -347,7 +377,7 @@ def _missing(flag: str, module: str, package: str) -> list[str]:
     return []
 
 
-def _not_metrics(path: Path) -> str | None:
+def _not_metrics(path: Place) -> str | None:
     """Why what is at `path` must not become a metrics file, or None. A last line that was cut off is no reason."""
     if path.is_dir():
         return "is a folder: name a file"
@@ -360,8 +390,15 @@ def _not_metrics(path: Path) -> str | None:
     return None
 
 
-def _unwritable(folder: Path) -> str | None:
-    """Why a folder can't be made or written to, or None. Makes it."""
+def _unwritable(folder: Place) -> str | None:
+    """Why a folder can't be made or written to, or None. Makes it. What can't be read isn't written either, and the
+    rest a store tells the run that claims the place."""
+    if isinstance(folder, Remote):
+        try:
+            folder.is_dir()
+        except OSError as error:
+            return f"{folder} can't be reached: {error.strerror}"
+        return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -374,7 +411,7 @@ def make_sinks(config: RunConfig, total_iterations: int, resume_iteration: int) 
     logging = config.logging
     sinks: list[Sink] = [LogLines(config, total_iterations)]
     if logging.metrics_file is not None:
-        sinks.append(MetricsFile(Path(logging.metrics_file), resume_iteration))
+        sinks.append(MetricsFile(place(logging.metrics_file), resume_iteration))
     if logging.tensorboard_dir is not None:
         sinks.append(TensorBoard(logging.tensorboard_dir, config, resume_iteration))
     if logging.wandb_project is not None:

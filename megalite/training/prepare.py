@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from megalite.data.tokenizers import build_tokenizer, require_eod
 from megalite.distributed.launch import Environment, choose_device, set_threads
 from megalite.distributed.layout import Layout
 from megalite.estimate.model import count_parameters
+from megalite.files.remote import place
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
 from megalite.nn.attention_kernels import try_kernel
 from megalite.nn.pure import compiler_problems
@@ -141,7 +141,7 @@ def prepare_config(config: RunConfig, environment: Environment, notes: Sequence[
         problems += compiler_problems(config.training.compile, device.type)
         refuse([*problems, *run_problems(config, environment.world_size)])
         for given in filter(None, (config.checkpoint.load, config.checkpoint.pretrained_checkpoint)):
-            refuse_other_kind(Path(given), "--load")
+            refuse_other_kind(place(given), "--load")
         tokenizer = build_tokenizer(config.tokenizer)
         task = TASKS[config.finetune.task](config, tokenizer)
         if task.of_tokens:

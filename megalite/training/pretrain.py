@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from megalite.checkpoint.errors import on_first_rank
 from megalite.config.fields import output_folders
@@ -13,6 +12,7 @@ from megalite.data.loader import telling_killed_workers
 from megalite.distributed.launch import Environment, start
 from megalite.distributed.mesh import Mesh
 from megalite.files.owner import OWNER, owning
+from megalite.files.remote import place
 from megalite.training.loop import Loop
 from megalite.training.prepare import deterministic, prepare
 from megalite.training.run import build_run
@@ -25,7 +25,7 @@ def owned_outputs(config: RunConfig, mesh: Mesh) -> Iterator[None]:
 
     All ranks raise the same `CheckpointError`, which names the other run, where one lives that has such a folder.
     """
-    folders = {Path(folder).resolve(): f"{flag} {folder}" for flag, folder in output_folders(config).items()}
+    folders = {place(folder).resolve(): f"{flag} {folder}" for flag, folder in output_folders(config).items()}
     with ExitStack() as owned:
 
         def claim() -> None:

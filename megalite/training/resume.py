@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.checkpoint import Planned, load_checkpoint, plan, read_checkpoint_config, read_training_state
@@ -31,6 +30,7 @@ from megalite.data.tokenizer_base import Tokenizer
 from megalite.distributed.collectives import all_gather_objects, broadcast_object
 from megalite.distributed.mesh import Mesh
 from megalite.distributed.pieces import Piece, whole
+from megalite.files.remote import place
 from megalite.nn.module import specs_of
 from megalite.optimizer.schedule import BatchSchedule, Schedule
 from megalite.peft.checks import check_resumed_adapter, refuse_adapter
@@ -189,7 +189,7 @@ def plan_save(
     """The checkpoint of the present state to write into `root`. See `checkpoint.plan`."""
     config = model.config.checkpoint
     return plan(
-        Path(root),
+        place(root),
         progress.state.iteration,
         mesh=model.mesh,
         pieces=model.entries(state=config.save_optim, frozen=model.adapter is None),
@@ -218,11 +218,11 @@ def locate(config: CheckpointConfig) -> tuple[CheckpointDirectory | None, bool]:
 
     A UserError where one is demanded and there is none.
     """
-    found = find_checkpoint(Path(config.load), config.ckpt_step) if config.load is not None else None
+    found = find_checkpoint(config.load, config.ckpt_step) if config.load is not None else None
     if found is not None:
         return found, config.finetune
     if config.pretrained_checkpoint is not None:
-        found = find_checkpoint(Path(config.pretrained_checkpoint), None)
+        found = find_checkpoint(config.pretrained_checkpoint)
         if found is None:
             raise UserError(f"--pretrained-checkpoint {config.pretrained_checkpoint} holds no checkpoint")
         return found, True

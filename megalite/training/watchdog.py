@@ -22,6 +22,7 @@ from types import FrameType
 from megalite.config.schema import RunConfig
 from megalite.distributed.launch import tell_failure
 from megalite.distributed.peers import Watch
+from megalite.files.remote import is_address
 
 GRACE = 5.0
 """Seconds from the call until the processes end."""
@@ -38,7 +39,8 @@ def watching(config: RunConfig, rank: int, watch: Watch | None) -> Iterator[Call
     if seconds is None:
         yield lambda _: None
         return
-    watchdog = Watchdog(seconds, rank, Path(config.checkpoint.save or "."), watch)
+    folder = config.checkpoint.save or "."
+    watchdog = Watchdog(seconds, rank, Path("." if is_address(folder) else folder), watch)
     try:
         yield watchdog.moved
     finally:

@@ -107,8 +107,8 @@ class Started(ABC):
 
 @dataclass
 class Forked(Started):
-    """The program's main function in fresh processes, each the leader of a session. `environment`: for a single
-    process. `script`: the program's module."""
+    """The program's main function in fresh processes, each the leader of a session. `environment`: for all of
+    them. `script`: the program's module."""
 
     flags: str
     processes: int = 1
@@ -127,7 +127,8 @@ class Forked(Started):
         method = multiprocessing.get_start_method()
         self._workers = []
         for rank in range(size):
-            environment = self.environment if self._store is None else _worker_environment(rank, size, self._store.port)
+            ranks = {} if self._store is None else _worker_environment(rank, size, self._store.port)
+            environment = {**ranks, **self.environment}
             arguments = (argv, environment, self.fault, *self._files(rank), method)
             self._workers.append(context.Process(target=_work, args=arguments))
             self._workers[-1].start()

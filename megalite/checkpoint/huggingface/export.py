@@ -29,6 +29,7 @@ from megalite.checkpoint.huggingface.travel import (
     GENERATION_FILE,
     find_tokenizer,
     kept_files,
+    kept_here,
     to_json,
     token_ids,
     use_kept,
@@ -43,6 +44,7 @@ from megalite.checkpoint.stored import Index, TensorInfo
 from megalite.checkpoint.tensor_file import Entry
 from megalite.config.schema import RunConfig
 from megalite.config.schema_finetune import unnamed_classes
+from megalite.files.remote import Place
 
 SHARD_BYTES = 4 * 10**9
 _PREFIX = "model."
@@ -66,7 +68,8 @@ def megalite_to_huggingface(source: CheckpointDirectory, target: Path, *, shard_
     if EMBEDDING not in tensors:
         raise CheckpointError(f"{source.path} {_what_it_is(source, config, target)}")
     beside = kept_files(source.path.parent, config)
-    use_kept(config, source.path.parent)
+    folder, _fetched = kept_here(source.path.parent)
+    use_kept(config, folder)
     architecture, values = _config_json(config, tensors, beside)
     beside.pop(CONFIG_FILE, None)
     entries = _entries(source.path, index, architecture, tensors)
@@ -111,7 +114,7 @@ def _config_json(
 
 
 def _entries(
-    checkpoint: Path, index: Index, architecture: Architecture, tensors: dict[str, TensorInfo]
+    checkpoint: Place, index: Index, architecture: Architecture, tensors: dict[str, TensorInfo]
 ) -> Iterator[Entry]:
     """Every tensor of the folder, those of one parameter behind each other, so that it's read once."""
     read = lru_cache(maxsize=1)(partial(read_logical, checkpoint, index))

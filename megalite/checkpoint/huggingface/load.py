@@ -99,7 +99,7 @@ def huggingface_to_megalite(source: Path, root: Path, build: BuildModel, ignored
         with storage.first_checkpoint(root, 0, FOLDER) as folder:
             kept = root / FOLDER
             write_small_files(kept, read_small_files(source))
-            config.tokenizer = tokenizer_of(kept.resolve(), found.vocab_size)
+            config.tokenizer = tokenizer_of((kept if isinstance(kept, Path) else source).resolve(), found.vocab_size)
             write_shards(folder, chunks, single_process_mesh().world)
             storage.write_documents(folder, storage.documents(config, state))
     return found.notes

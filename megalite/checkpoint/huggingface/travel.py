@@ -9,6 +9,7 @@ from the folder that the model descends from. All this is read when a run starts
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from megalite.data.tokenizer_base import Tokenizer, first_line
 from megalite.data.tokenizer_json import SLOW_FILES, GPT2BPETokenizer, HuggingFaceTokenizer, TokensBeside
 from megalite.data.tokenizers import SentencePieceTokenizer, build_tokenizer
 from megalite.files.atomic import publish_folder, remove
+from megalite.files.remote import Place, Remote, place
 
 FOLDER = "huggingface"
 GENERATION_FILE = "generation_config.json"
@@ -49,11 +51,13 @@ _FIELDS = {
 }
 
 
-def read_small_files(folder: Path) -> dict[str, bytes]:
+def read_small_files(folder: Place) -> dict[str, bytes]:
     """Tokenizer, templates, generation settings and `config.json` of a folder: content by name."""
-    names = (*TOKENIZER_FILES, CONFIG_FILE)
-    paths = [*(folder / name for name in names), *sorted((folder / TEMPLATES).glob("*.jinja"))]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths if path.is_file()}
+    names = [*TOKENIZER_FILES, CONFIG_FILE]
+    if isinstance(folder, Remote):
+        names = [path.name for path in folder.glob("*") if path.name in names]
+    names += sorted(f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja"))
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
 def tokenizer_of(folder: Path, vocab_size: int) -> TokenizerConfig:
@@ -100,13 +104,14 @@ def find_tokenizer(tokenizer: TokenizerConfig) -> Tokenizer | None:
         return None
 
 
-def origin(config: RunConfig) -> Path | None:
+def origin(config: RunConfig) -> Place | None:
     """The Hugging Face folder that a run's model descends from: that of `--load-hf`, what is kept beside the
     checkpoints that it starts from, or that where its tokenizer lies, if it holds a `config.json`; else None."""
     checkpoints = [config.checkpoint.load, config.checkpoint.pretrained_checkpoint]
     candidates = [config.finetune.load_hf, *(f"{root}/{FOLDER}" for root in checkpoints if root is not None)]
     candidates += [config.tokenizer.tokenizer_model, config.tokenizer.vocab_file]
-    folders = [Path(path) if Path(path).is_dir() else Path(path).parent for path in candidates if path is not None]
+    places = [place(path) for path in candidates if path is not None]
+    folders = [each if each.is_dir() else each.parent for each in places]
     return next((one for one in folders if (one / CONFIG_FILE).is_file()), None)
 
 
@@ -134,25 +139,39 @@ def companions(config: RunConfig, *, conversations: bool) -> dict[str, bytes]:
     return files if same and end is None else files | _with_ids(files, None if same else tokenizer, end)
 
 
-def kept_files(root: Path, config: RunConfig) -> dict[str, bytes]:
+def kept_files(root: Place, config: RunConfig) -> dict[str, bytes]:
     """The companions of the checkpoints in `root`: as they were kept there; of an older version's as they would be now,
     from `config`."""
     kept = read_small_files(root / FOLDER)
     return kept or companions(config, conversations=config.finetune.task == "sft")
 
 
-def keep(root: Path, files: Mapping[str, bytes]) -> None:
+def keep(root: Place, files: Mapping[str, bytes]) -> None:
     """Have these files beside the checkpoints in `root`, in place of any others. An OSError where that fails."""
     if files and files != read_small_files(root / FOLDER):
+        if isinstance(root, Remote):
+            remove(root / FOLDER)
+            write_small_files(root / FOLDER, files)
+            return
         written = root / f"{FOLDER}.tmp"
         remove(written)
         write_small_files(written, files)
         publish_folder(written, root / FOLDER)
 
 
-def use_kept(config: RunConfig, root: Path) -> None:
-    """Have `config` name the tokenizer and the template that are kept beside the checkpoints in `root`, if any are."""
-    folder, fields = root / FOLDER, _FIELDS.get(config.tokenizer.tokenizer_type or "", {})
+def kept_here(root: Place) -> tuple[Path, object]:
+    """A folder on this machine with what is kept beside the checkpoints in `root`, and an object that has to live as
+    long as it's read."""
+    if isinstance(root, Path):
+        return root / FOLDER, None
+    fetched = tempfile.TemporaryDirectory(prefix="megalite-", ignore_cleanup_errors=True)
+    write_small_files(Path(fetched.name), read_small_files(root / FOLDER))
+    return Path(fetched.name), fetched
+
+
+def use_kept(config: RunConfig, folder: Path) -> None:
+    """Have `config` name the tokenizer and the template in the folder of what was kept, if any are."""
+    fields = _FIELDS.get(config.tokenizer.tokenizer_type or "", {})
     if all((folder / name).is_file() for name in fields.values()):
         for field, name in fields.items():
             setattr(config.tokenizer, field, str(folder / name))
@@ -248,7 +267,7 @@ def laid_over(files: Mapping[str, bytes], other: Mapping[str, bytes]) -> dict[st
     return {**result, **other}
 
 
-def shares_ids(folder: Path, tokenizer: TokenizerConfig) -> bool:
+def shares_ids(folder: Place, tokenizer: TokenizerConfig) -> bool:
     """Whether the tokenizer of a Hugging Face folder has this one's ids, by the content of the files of tokens."""
     own, there = _tokenizer_files(tokenizer), read_small_files(folder)
     if not own:
@@ -295,7 +314,7 @@ def to_json(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def write_small_files(folder: Path, files: Mapping[str, bytes]) -> None:
+def write_small_files(folder: Place, files: Mapping[str, bytes]) -> None:
     """Into a folder, which is made where it isn't there."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

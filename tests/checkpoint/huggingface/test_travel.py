@@ -14,6 +14,7 @@ from megalite.checkpoint.huggingface.travel import (
     companions,
     keep,
     kept_files,
+    kept_here,
     laid_over,
     portable,
     use_kept,
@@ -122,7 +123,7 @@ def test_what_was_kept_at_the_first_save_serves_when_the_runs_own_files_changed(
     monkeypatch.chdir("/")
     assert kept_files(tmp_path / "run", config) == files
     assert files["chat_template.jinja"].decode() == CHATML_TEMPLATE
-    use_kept(config, tmp_path / "run")
+    use_kept(config, kept_here(tmp_path / "run")[0])
     chat = load_chat(config.finetune.chat_template, build_tokenizer(config.tokenizer), config.tokenizer.tokenizer_model)
     assert chat.end_of_turn() == TURN
     keep(tmp_path / "run", {"chat_template.jinja": b"of another run"})
