@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalite.checkpoint.checkpoint import plan, write_and_commit
 from megalite.config.resolve import head_widths
 from megalite.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import Mesh, single_process_mesh
 from megalite.distributed.param_spec import ParamSpec
 from megalite.distributed.pieces import Piece, whole
+from megalite.files.remote import Place
 from megalite.models.gpt import GPTStage
 from megalite.models.stages import StageSpan, whole_model
 from megalite.nn.attention_backend import AttentionBackend, choose_backend
@@ -40,6 +42,11 @@ FP16 = Precision.from_config(PrecisionConfig(fp16=True))
 
 UNFUSED = AttentionBackend("unfused", (), "test")
 SDPA = AttentionBackend("sdpa", (), "test")
+
+
+def save_checkpoint(root: Place, iteration: int, *, mesh: Mesh, **what: Any) -> Place:
+    """Write `iter_...` in `root`; its folder. `what`: as for `checkpoint.plan`. Collective over the world."""
+    return write_and_commit(plan(root, iteration, mesh=mesh, **what), mesh.world)
 
 
 def tiny_config(**overrides: Any) -> ModelConfig:

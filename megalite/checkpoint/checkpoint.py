@@ -31,35 +31,6 @@ from megalite.distributed.pieces import Piece
 from megalite.files.remote import Place, Remote, place
 
 
-def save_checkpoint(
-    root: Place,
-    iteration: int,
-    *,
-    mesh: Mesh,
-    pieces: Iterable[Piece],
-    config: RunConfig,
-    training_state: dict[str, Any],
-    retain: Retention,
-    beside: Mapping[str, bytes] | None = None,
-) -> Place:
-    """Write `root/iter_0000100/` and, last, the tracker; then delete what `retain` lets go of. Collective (world).
-
-    See `plan` for what is written. Where any rank fails all raise the same `CheckpointError`, nothing of the attempt
-    stays, and the checkpoints before it are as they were. Returns the new folder.
-    """
-    planned = plan(
-        root,
-        iteration,
-        mesh=mesh,
-        pieces=pieces,
-        config=config,
-        training_state=training_state,
-        retain=retain,
-        beside=beside,
-    )
-    return write_and_commit(planned, mesh.world)
-
-
 @dataclass(frozen=True)
 class Planned:
     """A checkpoint to write: `chunks` are read when they are written, so until then, or until they are staged, what
@@ -185,7 +156,7 @@ def read_checkpoint_config(directory: str | os.PathLike[str] | Remote) -> RunCon
 
 
 def read_training_state(directory: str | os.PathLike[str] | Remote) -> dict[str, Any]:
-    """What was passed to `save_checkpoint` as `training_state`."""
+    """What was passed to `plan` as `training_state`."""
     return storage.read_json(place(directory) / storage.STATE_FILE)
 
 

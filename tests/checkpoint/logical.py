@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from megalite.checkpoint.checkpoint import load_checkpoint
 from megalite.checkpoint.planner import Chunk, owned_chunks
 from megalite.checkpoint.shards import write_shards
 from megalite.checkpoint.storage import CheckpointDirectory, Retention, find_checkpoint
@@ -26,7 +26,7 @@ from megalite.distributed.param_spec import (
     replicated,
     vocabulary_rows,
 )
-from tests.helpers import NamedTensor, pieces_of
+from tests.helpers import NamedTensor, pieces_of, save_checkpoint
 
 LAYERS = 4
 HIDDEN = 6

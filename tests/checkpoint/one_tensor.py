@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from megalite.checkpoint.checkpoint import load_checkpoint
 from megalite.checkpoint.storage import Retention
 from megalite.config.schema import RunConfig
 from megalite.distributed.layout import Layout
 from megalite.distributed.mesh import single_process_mesh
 from megalite.distributed.param_spec import ParamSpec, Place, replicated
-from tests.helpers import pieces_of
+from tests.helpers import pieces_of, save_checkpoint
 
 ONE = single_process_mesh()
 SPEC = ParamSpec((100,), (100,), replicated((100,), Place(Layout(), 0)))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.checkpoint import save_checkpoint
 from megalite.checkpoint.storage import Retention
 from megalite.config.schema import PrecisionConfig, RunConfig, TokenizerConfig
 from megalite.data.tokenizers import Tokenizer
@@ -21,7 +20,7 @@ from megalite.models.gpt import GPTStage
 from megalite.nn.module import named_specs
 from megalite.precision.policy import Precision
 from tests.data.chat_files import chat_tokenizer
-from tests.helpers import pieces_of, tiny_model
+from tests.helpers import pieces_of, save_checkpoint, tiny_model
 from tests.models import hf_models
 
 NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=130)  # 131 ids with its EOD, 130

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from megalite.checkpoint.checkpoint import read_checkpoint_config, save_checkpoint
+from megalite.checkpoint.checkpoint import read_checkpoint_config
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface import compare
 from megalite.checkpoint.huggingface.classes import padding_id, read_classes
@@ -29,7 +29,7 @@ from megalite.models.whole import build_whole, outputs
 from megalite.nn.module import initialize, named_specs
 from tests.checkpoint.huggingface import folders
 from tests.checkpoint.logical import found
-from tests.helpers import LLAMA, tiny_config
+from tests.helpers import LLAMA, save_checkpoint, tiny_config
 
 NAMES = ("bad", "so so", "good")
 NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=130)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint.checkpoint import save_checkpoint
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.config import read_huggingface_config
 from megalite.checkpoint.huggingface.export import megalite_to_huggingface
@@ -24,7 +23,7 @@ from megalite.nn.module import Build, specs_of
 from megalite.precision.policy import Precision
 from tests.checkpoint.huggingface import folders
 from tests.checkpoint.logical import found
-from tests.helpers import FP32, UNFUSED
+from tests.helpers import FP32, UNFUSED, save_checkpoint
 
 LAYOUTS = {"TP 4": Layout(tp=4), "TP 2, PP 2": Layout(tp=2, pp=2)}
 
