@@ -12,6 +12,7 @@ import shutil
 import statistics
 import warnings
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -40,7 +41,6 @@ class Sides:
         steps.step()  # so that there are moments
         self.model, self.mesh, self.folder = steps.model, single_process_mesh(), folder
         self.tensors: dict[str, Tensor] = {chunk.key: chunk.read() for chunk in self.planned(folder).chunks}
-        self.copies = {key: torch.empty_like(tensor).fill_(1) for key, tensor in self.tensors.items()}
         self.saver = Saver(self.mesh, lambda line: None, background=True)
 
     def pieces(self) -> list[Piece]:
@@ -62,6 +62,11 @@ class Sides:
 
     def stall(self) -> None:
         self.saver.save(self.planned(self.folder / "background"))
+
+    @cached_property
+    def copies(self) -> dict[str, Tensor]:
+        """Memory that is there already."""
+        return {key: torch.empty_like(tensor).fill_(1) for key, tensor in self.tensors.items()}
 
     def copy(self) -> None:
         for key, tensor in self.tensors.items():

@@ -13,14 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.checkpoint import Sides
 from benchmarks.measure import Row, seconds
-from benchmarks.workloads import OurSteps, Workload
-from megalite.checkpoint.checkpoint import write_and_commit
-from megalite.checkpoint.storage import Retention, find_checkpoint
-from megalite.config.schema import PrecisionConfig
+from benchmarks.workloads import Workload
 from megalite.data.sample_index import build_index
-from megalite.nn.module import named_specs
-from megalite.training import resume
 
 ROOT, CPU_DEVICE = Path(__file__).resolve().parents[1], torch.device("cpu")
 QUICKSTART = Path("runs/quickstart")
@@ -60,35 +56,20 @@ def indices(name: str, tokens: int, rounds: int) -> Row:
 def checkpoint(name: str, workload: Workload, rounds: int) -> Iterator[Row]:
     """Save and load of fp32 parameters with Adam's moments, and of the same tensors by torch, synced to the disk, in
     turns. Ours also writes checksums and verifies them."""
-    steps = OurSteps(workload, PrecisionConfig(), CPU_DEVICE)
-    steps.take(workload.batches(0, 1))
-    steps.step()
-    model, progress = steps.model, steps.trainer.progress
-    tensors = {key: value.detach() for stage in model.stages for key, value, _ in named_specs(stage)}
-    tensors |= {key: piece.flat for key, piece in model.optimizer.named_state()}
     Path("runs").mkdir(exist_ok=True)  # the disk that runs write to
     with tempfile.TemporaryDirectory(dir="runs") as folder:
-        root, file = Path(folder, "ours"), Path(folder, "theirs.pt")
+        ours, file = Sides(workload, Path(folder)), Path(folder, "theirs.pt")
 
         def save_by_torch() -> None:
             with file.open("wb") as stream:
-                torch.save(tensors, stream)
+                torch.save(ours.tensors, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
 
-        def load() -> None:
-            found = find_checkpoint(root)
-            assert found is not None
-            resume.load(found, model, progress, weights_only=False)
-
-        def save() -> None:
-            planned = resume.plan_save(model, progress, str(root), retain=Retention(), beside={})
-            write_and_commit(planned, model.mesh.world)
-
         sides: dict[str, Callable[[], object]] = {
-            "megalite save": save,
+            "megalite save": ours.save,
             "torch save": save_by_torch,
-            "megalite load": load,
+            "megalite load": ours.load,
             "torch load": lambda: torch.load(file),
         }
         rows = {side: Row(name, side) for side in sides}
@@ -97,6 +78,6 @@ def checkpoint(name: str, workload: Workload, rounds: int) -> Iterator[Row]:
                 took = seconds(run, CPU_DEVICE)
                 rows[side].seconds += [took] if turn else []
     for what in ("save", "load"):
-        ours, theirs = rows[f"megalite {what}"], rows[f"torch {what}"]
-        ours.compare(f"x the time of torch's {what}", ours.seconds, theirs.seconds)
+        mine, theirs = rows[f"megalite {what}"], rows[f"torch {what}"]
+        mine.compare(f"x the time of torch's {what}", mine.seconds, theirs.seconds)
     yield from rows.values()

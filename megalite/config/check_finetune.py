@@ -42,7 +42,12 @@ def finetune_problems(config: RunConfig) -> Iterator[str]:
 def _validation_problems(config: RunConfig) -> Iterator[str]:
     """What is done at validations needs some."""
     finetune, peft = config.finetune, config.peft
-    for flag, value in (("--eval-prompt", finetune.eval_prompt), ("--save-best-adapter", peft.save_best_adapter)):
+    wanted = {
+        "--eval-prompt": finetune.eval_prompt,
+        "--save-best-adapter": peft.save_best_adapter,
+        "--keep-best": config.checkpoint.keep_best,
+    }
+    for flag, value in wanted.items():
         if value is None:
             continue
         if finetune.sft_data is not None and not _validates(config):

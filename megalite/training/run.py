@@ -175,6 +175,7 @@ def _datasets(prepared: Prepared, mesh: Mesh) -> Datasets:
     say(mesh, *datasets.notes)
     for flag, value in (
         ("--save-best-adapter", config.peft.save_best_adapter),
+        ("--keep-best", config.checkpoint.keep_best),
         ("--eval-prompt", config.finetune.eval_prompt),
     ):
         if value is not None and datasets.valid is None:
